@@ -35,7 +35,7 @@ from ..contracts.verifier import Verifier
 from ..engine.decoder import Decoder
 from ..errors import NumericalError
 from .effort import MOST_PATHS, TooLargeError
-from .faults import FaultError, Verification, check_fully, check_quickly, draft_note, unmodified
+from .faults import FaultError, Verification, check_fully, check_quickly, draft_note, name_of, unmodified
 from .table_lm import Toy, ToyContext
 
 #: Largest total variation of a lossless pair: round-off, and with a q in float32.
@@ -525,16 +525,21 @@ class _Pair:
         options = {"rng": rng, "on_step": self._on_step, "validate": "never", "constraint": self.constraint}
         options["max_new_tokens"] = MAX_TOKENS
         verifier = self.verifier()
-        verifier.verify = partial(self._verify, f"verifier '{verifier.name}'", verifier.verify)  # type: ignore[method-assign]
+        verifier.verify = partial(self._verify, verifier, verifier.verify)  # type: ignore[method-assign]
         self._events = []
         return build_decoder(context, lambda context: self.build(context, self.gamma), verifier, **options)
 
     def _verify(
-        self, who: str, verify: Callable[[Draft, Tensor, StepRng], Verdict], draft: Draft, p: Tensor, rng: StepRng
+        self,
+        verifier: Verifier,
+        verify: Callable[[Draft, Tensor, StepRng], Verdict],
+        draft: Draft,
+        p: Tensor,
+        rng: StepRng,
     ) -> Verdict:
         """``verify``, with a note of the smallest draft on an exception."""
         try:
-            with unmodified(who, draft, p):
+            with unmodified(name_of(verifier), draft, p):
                 return verify(draft, p, rng)
         except Exception as error:
             row = self._smallest_failing(draft, p, rng)
@@ -600,7 +605,7 @@ def _check_wide_quickly(make: Callable[[], Verifier], call: Verification) -> Non
     ids, draft, p = _widened(few.draft, few.p)
     expected = [(tau, int(ids[token]), path) for tau, token, path in few.repeat(make(), rows)]
     if replace(call, draft=draft, p=p).repeat(make(), rows) != expected:
-        check_wide(make, few.draft, few.p, f"verifier '{make().name}'")
+        check_wide(make, few.draft, few.p, name_of(make()))
 
 
 def check_wide(make: Callable[[], Verifier], draft: Draft, p: Tensor, who: str) -> None:

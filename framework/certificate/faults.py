@@ -206,7 +206,7 @@ class Verification:
                 verifier.start(row)
             self.restore(verifier, rows)
         p = self.p.index_select(0, index)
-        with torch.inference_mode(), unmodified(_name(verifier), draft, p):
+        with torch.inference_mode(), unmodified(name_of(verifier), draft, p):
             verdict = verifier.verify(draft, p, self.rng(rows))
         return outcomes(verdict)
 
@@ -254,7 +254,7 @@ def check_quickly(make: Callable[[], Verifier], verifier: Verifier, call: Verifi
     if call.repeat(make() if stateful else verifier, rows[half:][::-1], start=stateful) != expected:
         check_fully(make, call)
         raise FaultError(
-            f"{_name(verifier)}: rows share state, or it keeps state: a row has another verdict when it is verified "
+            f"{name_of(verifier)}: rows share state, or it keeps state: a row has another verdict when it is verified "
             "again, in a batch of other rows, with equal random numbers"
         )
 
@@ -275,7 +275,7 @@ def check_fully(
     """
     rows = list(range(call.draft.batch_size))
     used, files = make(), files_of(type(make()))
-    who, traits = _name(used), used.traits(used.config)
+    who, traits = name_of(used), used.traits(used.config)
     with RandomWatch(files) as watch:
         first = call.repeat(used, rows)
     second = call.repeat(make(), rows)
@@ -394,5 +394,5 @@ def _shown(outcome: tuple[int, int, list[int]]) -> str:
     return f"({tau} accepted, token {token})"
 
 
-def _name(verifier: Verifier) -> str:
+def name_of(verifier: Verifier) -> str:
     return f"verifier '{getattr(verifier, 'name', type(verifier).__name__)}'"

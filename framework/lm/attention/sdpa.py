@@ -72,7 +72,8 @@ def in_own_attention() -> bool:
 
 def _sdpa(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
     """`grouped_sdpa` in threads inside `own_attention`; transformers' function in all others."""
-    return (grouped_sdpa if in_own_attention() else sdpa_attention_forward)(*arguments, **options)
+    own = getattr(_thread, "passes", 0)  # not in_own_attention: once a layer
+    return (grouped_sdpa if own else sdpa_attention_forward)(*arguments, **options)
 
 
 def _flex(
