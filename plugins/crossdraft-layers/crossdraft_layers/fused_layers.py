@@ -134,8 +134,8 @@ def _fused_class(plain: type[Any]) -> type[Any]:
     def forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
         kv_cache: Any = options.get(cache_name)
         rotation: Any = options.get("position_embeddings")
-        fits = not args and kv_cache is not None and rotation is not None and in_own_attention()
-        if not fits or self.training or torch.is_grad_enabled() or not _is_joined(self):
+        fits = not args and kv_cache is not None and in_own_attention()
+        if not fits or rotation is None or self.training or torch.is_grad_enabled() or not _is_joined(self):
             return plain.forward(self, hidden_states, *args, **options)
         return _layer(self, hidden_states, kv_cache, rotation, options.get("attention_mask"))
 
