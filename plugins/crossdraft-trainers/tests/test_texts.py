@@ -183,7 +183,7 @@ def test_target_that_never_ends_question_is_given_up(
     endless = replace(fast_target, eos_token_ids=())
     endless_writer = Writer(endless, batch_size=24, max_prompt=40, max_response=8, seed=0)
     with pytest.raises(UsageError, match="none of the last 48 questions became a text"):
-        write(tmp_path / "t.jsonl", endless_writer, tokens=10, questions=[], invented=1.0, temperatures=[1.0])
+        write(tmp_path / "t.jsonl", endless_writer, tokens=1000, questions=[], invented=1.0, temperatures=[1.0])
 
 
 def test_template_without_prefix_cannot_invent(chat_target: LoadedModel, tmp_path: Path, monkeypatch: Any) -> None:
