@@ -10,6 +10,9 @@ random order; the next repetition has the next prompts. Servers (plugins/crossdr
 stay up and get B requests at once; a program without its option is left out. transformers' assisted generation supports
 only B = 1. OpenVINO GenAI cannot load a draft model from GGUF.
 
+``--rows`` adds crossdraft with passes by OpenVINO (crossdraft-openvino), and passes alone: over these numbers of tokens
+in each of B rows, both ways in turn.
+
 Prints a Markdown table for each B: the median tokens per second, prefill included (``--prompt-tokens`` shortens it);
 the median ratio to plain `generate` of transformers with its 95 % interval over repetitions; the same for plain
 crossdraft over the program; and the number of responses that equal those of transformers.
@@ -26,10 +29,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count, cycle, islice
+from itertools import count, cycle, islice, product
+from operator import truediv
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,10 +44,12 @@ from crossdraft_advisor.engines.engine_cell import EngineCell
 from tabulate import tabulate
 from transformers import __version__ as TRANSFORMERS
 
+from crossdraft.framework.api.build import make_slots
 from crossdraft.framework.api.generate import pair_decoder
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.lm.cuda_graphs import CaptureLimits, recording
+from crossdraft.framework.lm.layer_surgery import own_modules
 from crossdraft.framework.metrics.intervals import estimate
 from crossdraft.framework.models.chat import encode
 from crossdraft.framework.models.load import load_model
@@ -54,8 +60,12 @@ from crossdraft.framework.util.estimate import estimate_text
 Ids = list[int]
 MODES = PLAIN, NGRAM, DRAFT_MODEL = "plain", "n-gram", "draft-model"
 BASE, OWN = ("transformers", PLAIN), ("crossdraft", PLAIN)
+#: crossdraft by the class of its slots; the second one is that of crossdraft-openvino.
+SLOTS = {"crossdraft": "TransformersLM", "crossdraft by OpenVINO": "OpenVINOLM"}
 #: Repetitions after which the time limit ends the measurement.
 LEAST_REPETITIONS = 3
+#: Repetitions of a pass alone, and the tokens before it.
+PASSES, CONTEXT = 15, 100
 
 
 @dataclass
@@ -124,26 +134,83 @@ def drafters(args: argparse.Namespace, ngram: dict[str, Any]) -> Iterator[tuple[
             yield mode, drafter
 
 
-def of_crossdraft(args: argparse.Namespace, target: LoadedModel, small: LoadedModel, longest: int) -> Iterator[Program]:
+@contextmanager
+def slots_of(name: str) -> Iterator[list[Any]]:
+    """Within the context, slots are those of `SLOTS`; checks the class of those that are added to the list."""
+    os.environ["CROSSDRAFT_OPENVINO"] = str(int(name != OWN[0]))
+    slots: list[Any] = []
+    yield slots
+    if {type(lm).__name__ for lm in slots} != {SLOTS[name]}:
+        raise SystemExit(f"{name} has other slots than {SLOTS[name]}; the warnings above have the reason")
+
+
+def of_crossdraft(
+    args: argparse.Namespace, target: LoadedModel, small: LoadedModel, longest: int, name: str
+) -> Iterator[Program]:
     for mode, drafter in drafters(args, {"name": "prompt-lookup", "match": "first"}):
         decoders: dict[int, Any] = {}
 
         def run(prompts: list[Ids], drafter: Any = drafter, decoders: dict[int, Any] = decoders) -> list[Ids]:
             if len(prompts) not in decoders:
-                decoders[len(prompts)] = pair_decoder(
-                    target,
-                    drafter,
-                    None,
-                    longest,
-                    sampling=Sampling(temperature=args.temperature),
-                    batch_size=len(prompts),
-                    max_new_tokens=args.max_new_tokens,
-                    load=lambda name, target: small,
-                )
+                with slots_of(name) as slots:
+                    decoders[len(prompts)] = pair_decoder(
+                        target,
+                        drafter,
+                        None,
+                        longest,
+                        sampling=Sampling(temperature=args.temperature),
+                        batch_size=len(prompts),
+                        max_new_tokens=args.max_new_tokens,
+                        load=lambda name, target: small,
+                    )
+                    slots.append(decoders[len(prompts)].target)
             responses = sorted(decoders[len(prompts)].run(prompts), key=lambda response: response.index)
             return [response.tokens for response in responses]
 
-        yield Program("crossdraft", mode, run)
+        yield Program(name, mode, run)
+
+
+def time_passes(target: LoadedModel, size: int, widths: Sequence[int], order: random.Random) -> dict[Any, list[float]]:
+    """Seconds of passes over ``widths`` tokens in each of ``size`` rows, by slots of `SLOTS` and width, in turn.
+
+    Only the second of two passes counts: threads of the program before may still spin in the first one.
+    """
+    lms: dict[str, Any] = {}
+    for name in SLOTS:
+        with slots_of(name) as slots:
+            model = replace(target, model=own_modules(target.model))
+            slots.append(make_slots(model, size, CONTEXT + max(widths)))
+        lms[name] = slots[0]
+        for row in range(size):
+            slots[0].start(row, range(10 + row, 11 + row + CONTEXT))
+    times: dict[Any, list[float]] = {key: [] for key in product(SLOTS, widths)}
+    for repetition in range(PASSES + 1):
+        for name, width in order.sample(list(times), len(times)):
+            tokens = torch.arange(10, 10 + width).repeat(size, 1)
+            with recording(CaptureLimits(width, width)) if repetition == 0 else nullcontext():  # compiles
+                for _ in range(2):
+                    start = time.perf_counter()
+                    lms[name].forward(tokens)
+                    lms[name].commit([0] * size)
+                    seconds = time.perf_counter() - start
+            times[name, width].append(seconds)
+    return {key: values[1:] for key, values in times.items()}
+
+
+def pass_table(times: dict[int, dict[Any, list[float]]]) -> str:
+    """Medians of times, and of ratios of the same repetition, by batch size and width."""
+    first, second = SLOTS
+    table = []
+    for size, by_slots in times.items():
+        for width in sorted({width for _, width in by_slots}):
+            line: list[Any] = [size, width]
+            line += [1e3 * median(by_slots[name, width]) for name in SLOTS]
+            line.append(ratio([(1, s) for s in by_slots[second, width]], [(1, s) for s in by_slots[first, width]]))
+            for name in SLOTS:
+                line.append(median(map(truediv, by_slots[name, width], by_slots[name, min(w for _, w in by_slots)])))
+            table.append(line)
+    head = ["B", "tokens a row", *(f"ms, {name}" for name in SLOTS), "gain", *(f"of one, {name}" for name in SLOTS)]
+    return tabulate(table, head, "github", floatfmt=".2f")
 
 
 def of_server(
@@ -302,6 +369,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="plain is always measured")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--max-new-tokens", type=int, default=48)
+    parser.add_argument(
+        "--rows",
+        type=int,
+        nargs="*",
+        default=[],
+        help="measure passes by OpenVINO, too, also alone over these numbers of tokens",
+    )
     parser.add_argument("--gamma", type=int, default=3)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--minutes", type=float, default=6.0, help="time of the repetitions, without start and warm-up")
@@ -315,7 +389,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     prompts = [encode(target.tokenizer, p.turns[:1])[-args.prompt_tokens :] for p in load_prompts(args.prompts)]
     longest = max(map(len, prompts)) + args.max_new_tokens
     programs = [p for p in of_transformers(args) if p.mode in args.modes]
-    programs += of_crossdraft(args, target, small, longest)
+    names = list(SLOTS)[: 2 if args.rows else 1]
+    programs += [program for name in names for program in of_crossdraft(args, target, small, longest, name)]
     versions = [f"torch {torch.__version__}", f"transformers {TRANSFORMERS}"]
     with ExitStack() as servers:
         for name, engine, ngram in engines(args):
@@ -335,7 +410,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{args.max_new_tokens} tokens, {torch.get_num_threads()} threads; {', '.join(versions)}"
     )
     for size in args.batch:
-        print(f"\n{table(programs, size)}")
+        print(f"\n{table(programs, size)}", flush=True)
+    if args.rows:
+        order = random.Random(args.seed)
+        passes = {size: time_passes(target, size, args.rows, order) for size in args.batch}
+        print(f"\nPasses behind {CONTEXT} tokens, {PASSES} repetitions\n\n{pass_table(passes)}")
 
 
 if __name__ == "__main__":

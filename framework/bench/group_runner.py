@@ -220,6 +220,8 @@ class GroupRunner:
         first, blocks = self.cells[0].config, self.plan.blocks
         for cell in self.cells:
             cell.result.provenance["models"] = models_used(cell.runner.models if cell.runner else {})
+            if passes := getattr(self._target and self._target[1], "passes_by", ""):
+                cell.result.provenance["passes"] = passes
         random, min_pieces = Random(first.seed), -(-LEAST_PIECES // len(blocks))
         cuts = [cut_pieces([conversations[i] for i in block], first.batch_size, random, min_pieces) for block in blocks]
         self.pieces = [piece for pieces in cuts for piece in pieces]

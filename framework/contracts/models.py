@@ -134,8 +134,8 @@ class ModelPreparation:
     name: ClassVar[str]
 
     @classmethod
-    def slots(cls, model: nn.Module, batch_size: int, max_length: int) -> LM | None:
-        """Return slots of ``model`` if a `TransformersLM` of that length does not support it, otherwise None."""
+    def slots(cls, model: nn.Module, batch_size: int, max_length: int) -> LM | str | None:
+        """Return slots to use instead of a `TransformersLM`; None, or what computes passes and why, for reports."""
         return None
 
     @classmethod

@@ -46,6 +46,7 @@ class AttentionMasks:
 
     Attributes:
         slots: ``[max_length]`` int64, the indices of the slots of a row.
+        window, chunk: size of its sliding windows, and of its chunks, in tokens; None without any.
     """
 
     def __init__(self, config: Any, dtype: torch.dtype, device: torch.device, max_length: int):
@@ -53,16 +54,16 @@ class AttentionMasks:
         # Added to the attention score of a visible and of a hidden slot.
         self._visible, self._hidden = torch.tensor([0.0, torch.finfo(dtype).min], dtype=dtype, device=device).unbind()
         self._layer_types = set(getattr(config, "layer_types", None) or ())
-        self._window = sliding_window(config)
+        self.window = sliding_window(config)
         # MiniMax: the window applies to the layers that it calls full attention.
         self._one_mask = not self._layer_types or getattr(config, "model_type", None) == "minimax"
         if not self._one_mask and not self._layer_types & {"sliding_attention", "hybrid_sliding"}:
-            self._window = None
+            self.window = None
         if getattr(config, "use_sliding_window", True) is False:
-            self._window = None
-        self._chunk: int | None = None
+            self.window = None
+        self.chunk: int | None = None
         if "chunked_attention" in self._layer_types:
-            self._chunk = config.attention_chunk_size
+            self.chunk = config.attention_chunk_size
         self._flex = getattr(config, "_attn_implementation", None) == FLEX
 
     def causal(self, slots: Tensor, kv_len: int) -> Visibility:
@@ -86,7 +87,7 @@ class AttentionMasks:
         allowed = seen.gather(2, node[:, None].expand(-1, width, -1))
         depth = ancestors.sum(-1)
         positions, key_positions = root + depth[:, first:], None
-        if self._window is not None or self._chunk is not None or "hybrid" in self._layer_types:
+        if self.window is not None or self.chunk is not None or "hybrid" in self._layer_types:
             speculative = (node > 0) & (node <= total)
             key_positions = root + depth.gather(1, (node - 1).clamp_(0, total - 1))
             key_positions = torch.where(speculative, key_positions, slot)
@@ -100,18 +101,18 @@ class AttentionMasks:
         """
         allowed = visibility.allowed
         full = self._mask(allowed)
-        if self._window is None and self._chunk is None:
+        if self.window is None and self.chunk is None:
             return full
         masks = {"full_attention": full, "hybrid": full, "indexed_attention": full, **_NO_MASKS}
         keys = visibility.key_positions
         if keys is None:
             keys = self.slots[None, : allowed.shape[-1]]
         queries, keys = visibility.positions[..., None], keys[:, None]
-        if self._window is not None:
-            sliding = self._mask(allowed & (queries - keys < self._window))
+        if self.window is not None:
+            sliding = self._mask(allowed & (queries - keys < self.window))
             masks |= {"sliding_attention": sliding, "hybrid_sliding": sliding}
-        if self._chunk is not None:
-            masks["chunked_attention"] = self._mask(allowed & (queries // self._chunk == keys // self._chunk))
+        if self.chunk is not None:
+            masks["chunked_attention"] = self._mask(allowed & (queries // self.chunk == keys // self.chunk))
         return masks["sliding_attention"] if self._one_mask else masks
 
     def _mask(self, allowed: Tensor) -> Any:

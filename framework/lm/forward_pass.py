@@ -67,8 +67,7 @@ class ForwardPass:
     ):
         self.model, self.dims, self.masks, self.cache = model, dims, masks, cache
         self.preparations, self.embeddings = preparations, embeddings
-        names = inspect.signature(model.forward).parameters
-        self._keep_logits = "logits_to_keep" in names
+        self._keep_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         # Models that are recurrent throughout have no attention: no cache of keys, no masks, no positions.
         self._attends = attends(model)
         self._cache_argument = cache_argument(model.forward)

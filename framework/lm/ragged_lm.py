@@ -66,6 +66,8 @@ class RaggedLM:
         max_length: longest sequence of a slot, speculative nodes included, in tokens.
     """
 
+    passes_by = ""  # what computes the passes, for reports, where a preparation had the choice
+
     def __init__(self, forward_pass: ForwardPass, batch_size: int, max_length: int):
         self.forward_pass = forward_pass
         self.model, self.cache = forward_pass.model, forward_pass.cache

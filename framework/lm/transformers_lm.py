@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-from torch import Tensor
 
 from ..contracts.lm import LM
 from ..errors import ModelError
@@ -38,14 +36,7 @@ class TransformersLM(RaggedLM):
         else:
             super().__init__(ForwardPass.of(model, batch_size, max_length, cache), batch_size, max_length)
 
-    def fork(
-        self,
-        layers: Sequence[int],
-        *,
-        no_attention: Collection[int] = (),
-        no_mlp: Collection[int] = (),
-        embeddings: Tensor | None = None,
-    ) -> LayerFork:
+    def fork(self, layers: Sequence[int], **parts: Any) -> LayerFork:
         if not getattr(self.cache, "forkable", True):
             raise ModelError(
                 f"{type(self.model).__name__} has recurrent layers, whose states a fork with some of the layers would "
@@ -56,17 +47,21 @@ class TransformersLM(RaggedLM):
                 f"{type(self.model).__name__} has layers that reuse the keys which an earlier layer selected, so some "
                 "of its layers cannot be run alone; use a drafter with a model of its own"
             )
-        fork = LayerFork(self, layers, no_attention, no_mlp, embeddings=embeddings)
+        fork = LayerFork(self, layers, **parts)
         self.register_fork(fork)
         return fork
 
 
 def model_slots(model: Any, batch_size: int, max_length: int) -> LM:
     """Slots of a whole model: those of the first preparation that returns some, or a `TransformersLM`."""
+    reasons = []
     for slots in each_preparation("slots", model, batch_size, max_length):
-        if slots is not None:
+        if slots is not None and not isinstance(slots, str):
             return slots
-    return TransformersLM(model, batch_size, max_length)
+        reasons += [slots] if slots else []
+    lm = TransformersLM(model, batch_size, max_length)
+    lm.passes_by = "; ".join(reasons)
+    return lm
 
 
 def check_model(model: Any, max_length: int, untried: bool, both_ropes: bool = False) -> None:

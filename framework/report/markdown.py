@@ -139,6 +139,7 @@ def conditions(run: FinishedRun) -> list[tuple[str, str]]:
         ("machine", "; ".join(dict.fromkeys(machine))),
         ("device, dtype", "; ".join(devices)),
         ("threads", "; ".join(threads)),
+        ("passes", "; ".join(dict.fromkeys(r.provenance["passes"] for r in results if "passes" in r.provenance))),
         ("software", ", ".join(software)),
         ("prompts", f"{', '.join(sorted(counts))} of {run.summary.recipe.prompts.source}"),
         *((f"SHA-256 of {name}", f"`{sha256}`") for name, sha256 in models.items()),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,8 +17,7 @@ class LlamaCppBackend(Backend):
     name = "llama.cpp"
 
     def supports(self, path: Path) -> bool:
-        """True for GGUF files if llama-cpp-python is installed; else the core converts them for transformers."""
-        return path.suffix.lower() == ".gguf" and path.is_file() and find_spec("llama_cpp") is not None
+        return path.suffix.lower() == ".gguf" and path.is_file()
 
     def load(
         self, resolved: ResolvedModel, *, dtype: Any, device: Any, attn_implementation: str | None = None, **_: Any

@@ -14,13 +14,15 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from operator import is_
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import openvino  # pyright: ignore[reportMissingImports]
@@ -36,6 +38,7 @@ from transformers import AttentionInterface
 from crossdraft.framework.errors import ModelError
 from crossdraft.framework.lm.architectures import text_config
 from crossdraft.framework.lm.layer_surgery import recorded
+from crossdraft.framework.models.device import cpu_model
 from crossdraft.framework.util.output_files import cache_dir
 from crossdraft.framework.util.stored_code import own_directory
 
@@ -45,91 +48,74 @@ BLOCK = 32
 MOST_DAYS = 90
 #: Types of numbers of models, of their products and of their keys and values.
 PRECISIONS = {torch.float32: openvino.Type.f32, torch.bfloat16: openvino.Type.bf16}
-_NAME, _MARK = "crossdraft_openvino", "crossdraft-paged"
+_MARK = "crossdraft-paged"
 #: Own attention, and products of experts that can be traced.
-_FUNCTIONS = {"_attn_implementation": _NAME, "_experts_implementation": "batched_mm"}
+_FUNCTIONS = {"_attn_implementation": "crossdraft_openvino", "_experts_implementation": "batched_mm"}
 #: Inputs of a graph beside tokens, keys and values; of 32 bits, but for the mask of a tree.
 _INPUTS = ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins")
 _INPUTS += ("max_context_len", "qq_bias", "qq_bias_begins")
+#: Index of the first input with keys; behind tokens, positions and the chosen ones.
+FIRST_CACHE = 3 + len(_INPUTS)
 #: Arguments of attention functions, beside flags, that change nothing where slots are no longer than a window.
 _WITHOUT_EFFECT = {"sliding_window", "dropout", "position_ids", "cache_position", "logits_to_keep"}
-_lock = Lock()  # conversion changes the settings of a model for a moment
-
-
-@dataclass
-class Graph:
-    """The graph of one model, compiled for one number of threads.
-
-    Attributes:
-        layouts: of the keys and values of every layer, number of heads and their size.
-        window: the smallest sliding window of a layer, which the graph ignores.
-        outputs: index of the compiled output by number: 0 is the logits, 1 + i the hidden states i as transformers
-            numbers them, and the last one the output of the last layer before its norm.
-    """
-
-    compiled: Any
-    threads: int
-    layouts: list[tuple[int, int]]
-    window: int
-    outputs: dict[int, int]
+_lock = Lock()  # conversion takes memory
 
 
 @dataclass
 class ModelGraph:
-    """The graph of a model with given weights; compiled again for hidden states not requested before.
+    """The graph of a model, compiled for PyTorch's number of threads.
 
     Attributes:
         path: of the stored graph.
-        tried: True after its `trial`.
+        key, tensors, states: of the model when it was converted; see `state`.
+        outputs: number of each output of ``compiled``: 0 is the logits, 1 + i the hidden states i as transformers
+            numbers them, and the last one the output of the last layer before its norm.
+        window: the smallest sliding window of a layer, which the graph ignores.
     """
 
     path: Path
     dtype: torch.dtype
-    _numbers: set[int] = field(default_factory=lambda: {0})
-    tried: bool = False
-    _last: Graph | None = None
+    key: tuple[str, str]
+    tensors: list[ref[Tensor]]
+    states: list[tuple[float, ...]]
+    outputs: Sequence[int] = (0,)
+    window: int = sys.maxsize
+    _compiled: Any = None
+    _threads: int = 0
 
     @classmethod
     def of(cls, model: Any) -> ModelGraph:
-        """That of ``model``, whose weights may be those of another one.
-
-        Raises:
-            ModelError: the model cannot be converted.
-        """
+        """That of ``model``; ModelError if it cannot be converted, or changed since: each change would be stored."""
+        key, tensors = (repr(model), repr(model.config)), [*model.parameters(), *model.buffers()]
+        states = [state(tensor, probe=True) for tensor in tensors]
         with _lock:
-            key, graphs = digest(model), _graphs.setdefault(next(model.parameters()), {})
-            if key not in graphs:
-                graphs[key] = cls(_stored(model, key), model.dtype)
-            return graphs[key]
+            graphs = _graphs.setdefault(tensors[len(list(model.parameters())) // 2], [])
+            graph = next((g for g in graphs if g.key == key and all(map(is_, [r() for r in g.tensors], tensors))), None)
+            if graph is None:
+                graph = cls(_stored(model), model.dtype, key, list(map(ref, tensors)), states)
+                graphs.append(graph)
+        if graph.states != states:
+            raise ModelError("its weights changed after OpenVINO converted it")
+        return graph
 
-    def compiled(self, numbers: Iterable[int]) -> Graph:
-        """A graph with at least the outputs ``numbers``, for PyTorch's number of threads."""
+    def compiled(self, numbers: Iterable[int] = ()) -> tuple[Any, Sequence[int]]:
+        """A compiled graph with at least the outputs ``numbers``, and the numbers of all its outputs."""
         with _lock:
-            threads = torch.get_num_threads()
-            if self._last is None or self._last.threads != threads or not self._numbers.issuperset(numbers):
-                self._numbers.update(numbers)
-                self._last = None
-                self._last = _compile(self.path, self.dtype, sorted(self._numbers), threads)
-            return self._last
+            threads, needed = torch.get_num_threads(), tuple(sorted({*self.outputs, *numbers}))
+            if self._compiled is None or (self._threads, self.outputs) != (threads, needed):
+                self._compiled = None  # frees its packed weights
+                self._compiled, self.window = _compile(self.path, self.dtype, needed, threads)
+                self._threads, self.outputs = threads, needed
+            return self._compiled, self.outputs
 
 
-#: Graphs by the first parameter of their model, and by `digest`.
+#: Graphs by a parameter of a layer: models with one embedding do not share it.
 _graphs: Any = WeakIdKeyDictionary()
-#: Digests of tensors, with their version.
-_digests: Any = WeakIdKeyDictionary()
-
-
-# -- conversion ----------------------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("crossdraft::paged_attention", mutates_args=())
 def _paged(query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, shared: int, window: int) -> Tensor:
     return query.clone()
-
-
-@_paged.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, shared: int, window: int) -> Tensor:
-    return torch.empty_like(query)
 
 
 def _attention(
@@ -147,7 +133,7 @@ def _attention(
     return out.unflatten(1, (query.shape[1], -1))[None], None
 
 
-AttentionInterface.register(_NAME, _attention)
+AttentionInterface.register("crossdraft_openvino", _attention)
 
 
 class _Flat(nn.Module):
@@ -166,22 +152,8 @@ class _Flat(nn.Module):
                 output_hidden_states=True,
                 logits_to_keep=chosen,
             )
-            states = [*out.hidden_states, *recorder.select([self.count], out.hidden_states)]
+            states = recorder.select([*range(self.count), -1, self.count], out.hidden_states)
         return (out.logits[0], *(state[0] for state in states))
-
-
-@contextmanager
-def _own_functions(model: Any) -> Iterator[None]:
-    """Within the context, ``model`` calls `_FUNCTIONS`."""
-    config = text_config(model)
-    before = {name: value for name in _FUNCTIONS if (value := getattr(config, name, None)) is not None}
-    for name in before:
-        setattr(config, name, _FUNCTIONS[name])
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(config, name, value)
 
 
 def _marked(context: Any) -> Any:
@@ -195,25 +167,26 @@ def _marked(context: Any) -> Any:
 
 
 def convert(model: Any) -> Any:
-    """The graph of ``model`` with markers, its products in float32.
-
-    Raises:
-        ModelError: the model cannot be traced or converted, with the reason.
-    """
-    # Products of a graph traced in bfloat16 are several times slower than float32 ones computed in bfloat16.
-    traced = model if model.dtype == torch.float32 else copy.deepcopy(model).float()
-    example = torch.arange(7) % text_config(model).vocab_size, torch.arange(7), torch.tensor([0, 3])
+    """The graph of ``model`` with markers, its products in float32; ModelError if it cannot be traced or converted."""
+    # A copy with settings of its own and the same weights; products of a graph traced in bfloat16 are several times
+    # slower than float32 ones computed in bfloat16.
+    same = [*model.parameters(), *model.buffers()] if model.dtype == torch.float32 else []
+    traced = copy.deepcopy(model, {id(tensor): tensor for tensor in same})
+    traced, config = traced if same else traced.float(), text_config(traced)
+    for name in _FUNCTIONS:
+        if getattr(config, name, None) is not None:
+            setattr(config, name, _FUNCTIONS[name])
+    example = torch.arange(7) % config.vocab_size, torch.arange(7), torch.tensor([0, 3])
     try:
-        with _own_functions(traced), torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
+        with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of constant branches, and of tracing itself
             script = torch.jit.trace(_Flat(traced), example, check_trace=False)
         extension = ConversionExtension("crossdraft::paged_attention", _marked)
         graph = openvino.convert_model(script, example_input=example, extension=[extension])
-    except ModelError:
-        raise
     except Exception as error:
-        raise ModelError(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}") from error
-    if len(_markers(graph)) != text_config(model).num_hidden_layers:
+        line = str(error).strip().partition("\n")[0][:200]
+        raise ModelError(line if isinstance(error, ModelError) else f"{type(error).__name__}: {line}") from error
+    if len(_markers(graph)) != config.num_hidden_layers:
         raise ModelError("its layers do not each call transformers' attention function once")
     return graph
 
@@ -224,39 +197,31 @@ def _markers(graph: Any) -> list[Any]:
     return sorted(nodes, key=lambda node: int(node.get_friendly_name().split(":")[1]))
 
 
-# -- the stored graph ----------------------------------------------------------------------------------------------
-
-
 def digest(model: Any) -> str:
-    """SHA-256 of all that the graph of ``model`` depends on."""
+    """SHA-256 of all that the graph of ``model``, and its trial, depend on."""
     total = hashlib.sha256(Path(__file__).read_bytes())
-    parts = [openvino.__version__, torch.__version__, transformers.__version__, repr(model), repr(model.config)]
-    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
-        parts += [name, str(tensor.shape), _tensor_digest(tensor)]
-    total.update("\n".join(parts).encode())
+    versions = openvino.__version__, torch.__version__, transformers.__version__, cpu_model()
+    total.update(repr((versions, model, model.config)).encode())
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        total.update(f"{name} {tensor.shape} {tensor.dtype}".encode())
+        total.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
     return total.hexdigest()
 
 
-def _tensor_digest(tensor: Tensor) -> str:
-    version = versions([tensor]), tensor.data_ptr()
-    known = _digests.get(tensor)
-    if known is None or known[0] != version:
-        data: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-        known = _digests[tensor] = version, hashlib.sha256(data).hexdigest()
-    return known[1]
+def state(tensor: Tensor, probe: bool = False) -> tuple[float, ...]:
+    """Version and address of ``tensor``; with ``probe`` a sample, too, as writes to its ``data`` have no version."""
+    sample = tensor.detach().reshape(-1)[:: max(tensor.numel() // 64, 1)] if probe else tensor
+    known = -1 if tensor.is_inference() else tensor._version, tensor.data_ptr()
+    return (*known, sample.double().nan_to_num().sum().item()) if probe else known
 
 
-def versions(tensors: Iterable[Tensor]) -> int:
-    """A number that grows when one of ``tensors`` is written to."""
-    return sum(0 if tensor.is_inference() else tensor._version for tensor in tensors)
-
-
-def _stored(model: Any, key: str) -> Path:
+def _stored(model: Any) -> Path:
     """The file of the graph of ``model``; converts the model on first use."""
+    key = digest(model)
     folder = own_directory(cache_dir() / "openvino", "CROSSDRAFT_CACHE")
     path = folder / f"{key}.xml"
     if path.exists() and path.with_suffix(".bin").exists():
-        for file in (path, path.with_suffix(".bin")):
+        for file in folder.glob(f"{key}.*"):
             os.utime(file)
         return path
     for old in folder.glob("*.*"):
@@ -271,30 +236,21 @@ def _stored(model: Any, key: str) -> Path:
     return path
 
 
-# -- paged attention -----------------------------------------------------------------------------------------------
-
-
-def has_bfloat16() -> bool:
-    """True if OpenVINO computes products in bfloat16 on this processor."""
-    return "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-
-
-def _compile(path: Path, dtype: torch.dtype, numbers: list[int], threads: int) -> Graph:
+def _compile(path: Path, dtype: torch.dtype, numbers: Sequence[int], threads: int) -> tuple[Any, int]:
+    """The graph with the outputs ``numbers``, and its smallest window."""
     core, precision = openvino.Core(), PRECISIONS[dtype]
     graph = core.read_model(path)
-    i32, u8 = openvino.Type.i32, openvino.Type.u8
-    inputs = {
-        name: _parameter(name, u8 if name == "qq_bias" else i32, [] if name == "max_context_len" else [-1])
-        for name in _INPUTS
-    }
-    parameters, layouts, windows = [*graph.get_parameters(), *inputs.values()], [], []
+    inputs = {}
+    for name in _INPUTS:
+        kind = openvino.Type.u8 if name == "qq_bias" else openvino.Type.i32
+        inputs[name] = _parameter(name, kind, [] if name == "max_context_len" else [-1])
+    parameters, windows = [*graph.get_parameters(), *inputs.values()], [sys.maxsize]
     for i, marker in enumerate(_markers(graph)):
         query, key, value = (marker.input_value(j) for j in range(3))
         _, _, scale, shared, window = marker.get_friendly_name().split(":")
         width = key.get_partial_shape()[1].get_length()
         heads, size = layout = int(shared), width // int(shared)
-        layouts.append(layout)
-        windows.append(int(window) or sys.maxsize)
+        windows += [int(window)] if int(window) else []
         caches = [_parameter(f"{name}.{i}", precision, [-1, heads, BLOCK, size]) for name in ("keys", "values")]
         parameters += caches
         states = [query, key, value, *(cache.output(0) for cache in caches)]
@@ -302,19 +258,13 @@ def _compile(path: Path, dtype: torch.dtype, numbers: list[int], threads: int) -
         (cut,) = {target.get_node() for target in marker.output(0).get_target_inputs()}
         for target in list(cut.output(0).get_target_inputs()):
             target.replace_source_output(attention.output(0))
-    outputs = [graph.output(number) for number in numbers]
-    results = [ops.result(output.get_node().input_value(0)) for output in outputs]
-    options = {
-        "INFERENCE_PRECISION_HINT": precision,
-        "KV_CACHE_PRECISION": precision,  # the default has 8 bits
-        "INFERENCE_NUM_THREADS": threads,
-        "NUM_STREAMS": 1,
-    }
+    results = [ops.result(graph.output(number).get_node().input_value(0)) for number in numbers]
+    options = {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": precision}  # the defaults round
+    options |= {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1}
     try:
-        compiled = core.compile_model(openvino.Model(results, parameters), "CPU", options)
+        return core.compile_model(openvino.Model(results, parameters), "CPU", options), min(windows)
     except RuntimeError as error:
         raise ModelError(f"OpenVINO does not compile it: {str(error).strip().rpartition(chr(10))[2]}") from error
-    return Graph(compiled, threads, layouts, min(windows), {number: i for i, number in enumerate(numbers)})
 
 
 def _parameter(name: str, kind: Any, shape: list[int]) -> Any:
@@ -325,31 +275,13 @@ def _parameter(name: str, kind: Any, shape: list[int]) -> Any:
 
 def _paged_attention(states: list[Any], inputs: dict[str, Any], scale: float, layout: tuple[int, int]) -> Any:
     """The operation with its 28 inputs; those of features that are not used are empty or 0."""
-
-    def constant(*numbers: Any, kind: Any = np.int32) -> list[Any]:
-        return [ops.constant(kind(number)).output(0) for number in numbers]
-
-    def empty(*kinds: Any) -> list[Any]:
-        return [ops.constant(np.zeros(0, kind)).output(0) for kind in kinds]
-
-    common = [inputs[name].output(0) for name in _INPUTS]
-    i, f = np.int32, np.float32
-    paged = _PagedAttentionExtension(
-        [
-            *states,
-            *common[:4],
-            *constant(scale, kind=f),
-            *constant(0),  # sliding window
-            *empty(f),  # alibi slopes
-            common[4],
-            *empty(i, i, i, f, f),
-            *constant(0, 0),
-            ops.constant(np.zeros((0, 0, 0, 0), f)).output(0),  # sinks
-            *constant(0),
-            *empty(i, i, i, i),
-            *common[5:],
-        ]
-    )
+    sources = [inputs[name].output(0) for name in _INPUTS]
+    values = np.int32(0), np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros((0, 0, 0, 0), np.float32)
+    no, ints, reals, sinks = (ops.constant(value).output(0) for value in values)
+    window, slopes = no, reals
+    rest = [ints, ints, ints, reals, reals, no, no, sinks, no, ints, ints, ints, ints]
+    first = [*states, *sources[:4], ops.constant(np.float32(scale)).output(0), window, slopes, sources[4]]
+    paged = _PagedAttentionExtension([*first, *rest, *sources[5:]])
     for kind in "kv":
         paged.get_rt_info()[f"num_{kind}_heads"] = layout[0]
         paged.get_rt_info()[f"{kind}_head_size"] = layout[1]

@@ -3,6 +3,9 @@
 `OpenVINOPass` stands in for `ForwardPass`: a pass feeds the new tokens of every row as a sequence of its own, so ragged
 rows need no padding, and a rejected draft is a shorter past. A tree is one sequence with a mask among its nodes; if it
 is built in several passes, earlier nodes are fed again, as the mask covers only the nodes of a pass.
+
+What OpenVINO cannot compute is left to PyTorch with one warning: a model before it has slots (`check`, a conversion or
+a trial that fails), or slots at the first such pass, with their keys and values (`OpenVINOPass.leave`).
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from itertools import accumulate
@@ -24,171 +27,162 @@ from torch.nn.utils.rnn import pad_sequence
 
 from crossdraft.framework.contracts.models import ModelPreparation
 from crossdraft.framework.errors import CrossdraftError, ModelError
-from crossdraft.framework.lm.architectures import TRIAL_LENGTH, refuse_unsupported, sliding_window, text_config, trial
-from crossdraft.framework.lm.attention_masks import AttentionMasks, Visibility
-from crossdraft.framework.lm.forward_pass import ForwardPass, ModelDims
-from crossdraft.framework.lm.kv_cache import WritePlan
-from crossdraft.framework.lm.layer_surgery import resolved
+from crossdraft.framework.lm.architectures import TRIAL_LENGTH, refuse_unsupported, text_config, trial
+from crossdraft.framework.lm.attention_masks import AttentionMasks
+from crossdraft.framework.lm.forward_pass import ForwardPass, ModelDims, prepare
+from crossdraft.framework.lm.kv_cache import RaggedCache, WritePlan
+from crossdraft.framework.lm.layer_surgery import close, resolved
 from crossdraft.framework.lm.ragged_lm import RaggedLM
+from crossdraft.framework.lm.transformers_lm import TransformersLM
 from crossdraft.framework.util.tensors import ancestor_mask, counting
 
-from .graph import BLOCK, PRECISIONS, Graph, ModelGraph, has_bfloat16, versions
+from .graph import BLOCK, FIRST_CACHE, PRECISIONS, ModelGraph, state
 
 logger = logging.getLogger(__name__)
 
+LONG_TEXT = 1024  # most tokens of that of a trial
 
-class BlockCache:
-    """A `KVCache` in blocks of memory that OpenVINO reads and writes; the blocks of a row are adjacent.
+
+class BlockCache(RaggedCache):
+    """Keys and values in adjacent blocks of memory that OpenVINO reads and writes, until `unpack`.
 
     Attributes:
+        memory: ``[B, blocks, heads, BLOCK, dim]`` by input of a graph: keys and values of each layer.
         nodes: ``[B, N]``, the tokens of the speculative nodes.
     """
 
-    recordable = False
+    def __init__(self, batch_size: int, max_length: int, compiled: Any, dtype: torch.dtype):
+        super().__init__(batch_size, max_length)
+        self.blocks, self.nodes = -(-max_length // BLOCK), None  # blocks of a row
+        self.memory: dict[str, Tensor] = {}
+        for port in compiled.inputs[FIRST_CACHE:]:
+            heads, size = (port.get_partial_shape()[i].get_length() for i in (1, 3))
+            shape = (batch_size, self.blocks, heads, BLOCK, size)
+            self.memory[port.get_any_name()] = torch.zeros(shape, dtype=dtype)
 
-    def __init__(self, batch_size: int, max_length: int, layouts: Sequence[tuple[int, int]], dtype: torch.dtype):
-        self.blocks = -(-max_length // BLOCK)
-        self.nodes: Tensor | None = None
-        shapes = [(batch_size * self.blocks, heads, BLOCK, size) for heads, size in layouts for _ in "kv"]
-        self._memory = [torch.zeros(shape, dtype=dtype) for shape in shapes]
-        self._rows = counting(batch_size, torch.device("cpu"))[:, None]
-
-    def tensors(self) -> dict[str, Any]:
-        """The memory as inputs of a graph."""
-        named = {}
-        for i, memory in enumerate(self._memory):
-            numbers = memory.view(torch.int16 if memory.dtype == torch.bfloat16 else memory.dtype).numpy()
-            kind = PRECISIONS[memory.dtype]
-            named[f"{('keys', 'values')[i % 2]}.{i // 2}"] = openvino.Tensor(
-                numbers, openvino.Shape(numbers.shape), kind
-            )
-        return named
-
-    def reserve(self, row: int, length: int) -> None:
-        """Every row has its blocks from the start."""
+    def unpack(self) -> None:
+        """Become a plain `RaggedCache` of the same keys and values."""
+        self.plan = WritePlan(counting(self.max_length, torch.device("cpu"))[None], self.max_length, 0)
+        rows = [memory.transpose(1, 2).flatten(2, 3)[:, :, : self.max_length] for memory in self.memory.values()]
+        for layer, (keys, values) in enumerate(zip(rows[::2], rows[1::2], strict=True)):
+            self.update(keys, values, layer)
+        self.memory, self.__class__ = {}, RaggedCache  # type: ignore[assignment]
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        first = self._rows * self.blocks
-        for memory in self._memory:
-            memory[first + target // BLOCK, :, target % BLOCK] = memory[first + source // BLOCK, :, source % BLOCK]
+        rows = counting(len(source), source.device)[:, None]
+        for memory in self.memory.values():
+            memory[rows, target // BLOCK, :, target % BLOCK] = memory[rows, source // BLOCK, :, source % BLOCK]
 
     def commit(self, lengths: Sequence[int]) -> None:
         self.nodes = None
 
     def clear(self, row: int) -> None:
-        for memory in self._memory:
-            memory[row * self.blocks : (row + 1) * self.blocks].zero_()
+        for memory in self.memory.values():
+            memory[row].zero_()
 
     def nbytes(self) -> int:
-        return sum(memory.nbytes for memory in self._memory)
+        return sum(memory.nbytes for memory in self.memory.values())
 
 
 class OpenVINOPass(ForwardPass):
     """Passes of ``model`` over a `BlockCache`."""
 
     cache: Any
+    left = ""  # the reason why PyTorch computes the passes from now on
+    shift = 0  # added to all positions, in trials
 
     def __init__(self, model: Any, source: ModelGraph, batch_size: int, max_length: int):
-        self._source, self._graph = source, source.compiled(())
-        check_window(max_length, self._graph.window)
-        layers = BlockCache(batch_size, max_length, self._graph.layouts, model.dtype)
+        self._source, (compiled, _) = source, source.compiled()
+        blocks = BlockCache(batch_size, max_length, compiled, model.dtype)
         masks = AttentionMasks(text_config(model), model.dtype, torch.device("cpu"), max_length)
-        super().__init__(model, ModelDims.of(model), masks, layers, preparations=())  # type: ignore[arg-type]
-        self._weights = list(model.parameters())
-        self._version = versions(self._weights)
-        self._start(self._graph)
+        super().__init__(model, ModelDims.of(model), masks, blocks, preparations=())
+        names = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+        self._registries = [vars(module)[name] for module in model.modules() for name in names]
+        self._parts = self._read(probe=True)
+        self._start()
 
-    def _start(self, graph: Graph) -> None:
-        self._graph, self._request = graph, graph.compiled.create_infer_request()
-        for name, tensor in self.cache.tensors().items():
-            self._request.set_tensor(name, tensor)
+    def _start(self, numbers: Iterable[int] = ()) -> None:
+        compiled, self._outputs = self._source.compiled(numbers)
+        self._request = compiled.create_infer_request()
+        for name, memory in self.cache.memory.items():
+            shape, numbers = openvino.Shape(memory.flatten(0, 1).shape), memory.view(torch.uint8).numpy()
+            self._request.set_tensor(name, openvino.Tensor(numbers, shape, PRECISIONS[memory.dtype]))
 
-    def score(
-        self,
-        kv_len: int,
-        start: int | None,
-        layers: tuple[float, ...],
-        tokens: Tensor,
-        starts: Tensor,
-        parents: Tensor | None = None,
-        tree: Tensor | None = None,
-        **inputs: Tensor,
-    ) -> Any:
-        known, (rows, width) = self.cache.nodes, tokens.shape
-        nodes = self.cache.nodes = tokens if known is None else torch.cat([known, tokens], 1)
+    def _read(self, probe: bool) -> list[tuple[Any, tuple[float, ...]]]:
+        """Parts of the model, and states of its tensors."""
+        parts = [part for registry in self._registries for part in registry.values()]
+        return [(part, state(part, probe) if isinstance(part, Tensor) else ()) for part in parts]
+
+    def _computes(self, layers: Sequence[float], inputs: Mapping[str, Tensor], probe: bool = False) -> bool:
+        """True if OpenVINO computes a pass with these hidden states and inputs."""
+        if self.left:
+            return False
+        parts, before = self._read(probe), self._parts
+        same = (a is b and now == then[: len(now)] for (a, now), (b, then) in zip(parts, before, strict=False))
+        if len(parts) != len(before) or not all(same):
+            return self.leave("its weights or modules changed after OpenVINO compiled them")
+        if inputs:
+            return self.leave(f"a drafter gives it {', '.join(inputs)} beside tokens")
+        try:
+            if missing := set(self._numbers(layers)) - set(self._outputs):
+                self._start(missing)
+        except ModelError as error:
+            return self.leave(str(error))
+        return True
+
+    def leave(self, reason: str) -> bool:
+        """Let PyTorch compute all further passes, over the same keys and values; returns False."""
+        if not self.left:
+            _warn_once(type(self.model).__name__, reason)
+            self.left, self.preparations = reason, prepare(self.model)
+            self.cache.unpack()
+            del self._request
+        return False
+
+    def score(self, kv_len: int, start: Any, layers: Any, tokens: Tensor, starts: Tensor, *_: Any, **more: Any) -> Any:
+        parents, tree = more.pop("parents", None), more.pop("tree", None)
+        if not self._computes(layers, more):
+            return super().score(kv_len, start, layers, tokens, starts, parents, tree, **more)
+        rows, width = tokens.shape
+        nodes = self.cache.nodes = tokens if self.cache.nodes is None else torch.cat([self.cache.nodes, tokens], 1)
         if tree is None:
-            positions = starts[:, None] + self.masks.slots[:width]
-            return *self._infer(range(rows), starts.tolist(), list(tokens), list(positions), layers), None
-        assert parents is not None
-        first = tree.shape[1]
-        tree = torch.cat([tree, parents], 1)
-        ancestors = ancestor_mask(tree, tree.shape[1])
-        past = starts - first
-        positions = past[:, None] + ancestors.sum(-1) - 1
-        outputs = self._infer(
-            range(rows), past.tolist(), list(nodes[:, -tree.shape[1] :]), list(positions), layers, width, ancestors
-        )
-        return *outputs, tree
+            return *self._infer(range(rows), starts.tolist(), list(tokens), layers), None
+        past, tree = (starts - tree.shape[1]).tolist(), torch.cat([tree, parents], 1)
+        allowed = ancestor_mask(tree, tree.shape[1])
+        return *self._infer(range(rows), past, list(nodes[:, -tree.shape[1] :]), layers, width, allowed), tree
 
     def run(
-        self,
-        tokens: Tensor,
-        plan: WritePlan,
-        visibility: Visibility,
-        inputs: Mapping[str, Tensor],
-        layers: tuple[float, ...],
-        want_logits: bool = True,
+        self, tokens: Tensor, plan: WritePlan, visibility: Any, inputs: Any, layers: Any, want_logits: bool = True
     ) -> tuple[Tensor | None, Tensor | None]:
         """Feed prompts, see `PromptPrefill`; computes one row of logits."""
-        past, counts = plan.start or 0, plan.counts
-        if counts is None:
-            assert plan.row is not None
-            counts = {plan.row: tokens.shape[1]}
+        if not self._computes(layers, inputs, probe=True):
+            return super().run(tokens, plan, visibility, inputs, layers, want_logits)
+        counts = plan.counts or {plan.row: len(tokens[0])}
         texts = [row[:count] for row, count in zip(tokens, counts.values(), strict=True)]
-        positions = [past + self.masks.slots[:count] for count in counts.values()]
-        _, hidden = self._infer(list(counts), [past] * len(counts), texts, positions, layers, width=0)
-        return None, hidden
+        return None, self._infer(list(counts), [plan.start or 0] * len(counts), texts, layers, width=0)[1]
 
     def _infer(
-        self,
-        rows: Sequence[int],
-        past: Sequence[int],
-        tokens: list[Tensor],
-        positions: list[Tensor],
-        layers: tuple[float, ...],
-        width: int | None = None,
-        allowed: Tensor | None = None,
+        self, rows: Any, past: Any, tokens: list[Tensor], layers: Any = (), width: Any = None, allowed: Any = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Logits and hidden states of the last ``width`` tokens of each row; 0: all hidden states, no logits.
+        """Logits and hidden states of the last ``width`` of the ``tokens`` behind ``past`` ones of each of ``rows``.
 
-        Args:
-            past: tokens of each of ``rows`` in the cache.
-            allowed: ``[R, N, N]``, what nodes of a tree attend to.
+        None = of all; 0 = all hidden states, no logits. ``allowed [R, N, N]``: what nodes of a tree attend to.
         """
-        if versions(self._weights) != self._version:
-            raise ModelError(
-                f"the weights of {type(self.model).__name__} changed after OpenVINO compiled them; make its slots "
-                "anew, or set CROSSDRAFT_OPENVINO=0"
-            )
         counts = [len(row) for row in tokens]
-        ends = list(accumulate(counts))
-        kept = counts if not width else [width] * len(counts)
+        ends, kept = list(accumulate(counts)), [width or count for count in counts]
         chosen = np.concatenate([np.arange(end - k, end) for end, k in zip(ends, kept, strict=True)])
         lengths = [before + count for before, count in zip(past, counts, strict=True)]
-        blocks = [-(-length // BLOCK) for length in lengths]
-        first = [row * self.cache.blocks for row in rows]
-        indices = [np.arange(start, start + count) for start, count in zip(first, blocks, strict=True)]
+        blocks, each = [-(-length // BLOCK) for length in lengths], self.cache.blocks
+        indices = [np.arange(row * each, row * each + count) for row, count in zip(rows, blocks, strict=True)]
+        depths = [self.masks.slots[:n] for n in counts] if allowed is None else allowed.sum(-1) - 1
+        positions = torch.cat([before + depth for before, depth in zip(past, depths, strict=True)]) + self.shift
         context = self.dims.context_length
-        flat = torch.cat(positions).numpy()
         bias = np.zeros(0, np.uint8) if allowed is None else allowed.numpy().astype(np.uint8).reshape(-1)
-        squares = [0] if allowed is None else [0, *accumulate(count * count for count in counts)]
-        numbers = [self._number(layer) for layer in resolved(layers, self.dims.num_layers)]
-        if not self._graph.outputs.keys() >= set(numbers):
-            self._start(self._source.compiled(numbers))
+        squares = [] if allowed is None else accumulate(count * count for count in counts)
         self._request.infer(
             {
                 0: torch.cat(tokens).numpy(),
-                1: flat if context is None else np.minimum(flat, context - 1),
+                1: (positions if context is None else positions.clamp(max=context - 1)).numpy(),
                 2: chosen[:1] if width == 0 else chosen,
                 "past_lens": np.array(past, np.int32),
                 "subsequence_begins": np.array([0, *ends], np.int32),
@@ -196,73 +190,85 @@ class OpenVINOPass(ForwardPass):
                 "block_indices_begins": np.array([0, *accumulate(blocks)], np.int32),
                 "max_context_len": np.array(max(lengths), np.int32),
                 "qq_bias": bias,
-                "qq_bias_begins": np.array(squares, np.int32),
+                "qq_bias_begins": np.array([0, *squares], np.int32),
             }
         )
-        logits = None if width == 0 else self._output(0).unflatten(0, (len(rows), -1))
-        if not numbers:
+        logits = None if width == 0 else self._output(0).clone().unflatten(0, (len(rows), -1))
+        if not layers:
             return logits, None
-        states = torch.stack([self._output(number)[chosen] for number in numbers], 1).to(self.model.dtype)
-        return logits, pad_sequence(list(states.split(kept)), batch_first=True)
+        hidden = torch.stack([self._output(number)[chosen] for number in self._numbers(layers)], 1)
+        return logits, pad_sequence(list(hidden.to(self.model.dtype).split(kept)), batch_first=True)
 
-    def _number(self, layer: int) -> int:
-        """Number of an output, see `Graph`."""
+    def _numbers(self, layers: Sequence[float]) -> list[int]:
+        """Numbers of the outputs with the hidden states of ``layers``, see `ModelGraph`."""
         count = self.dims.num_layers
-        return count + 2 if layer == count else 1 + range(count + 1)[layer]
+        return [count + 2 if i == count else 1 + range(count + 1)[i] for i in resolved(layers, count)]
 
     def _output(self, number: int) -> Tensor:
-        return torch.from_numpy(self._request.get_output_tensor(self._graph.outputs[number]).data).clone()
+        return torch.from_numpy(self._request.get_output_tensor(self._outputs.index(number)).data)
 
 
-class OpenVINOLM(RaggedLM):
-    """B slots of a causal LM: :class:`~crossdraft.framework.contracts.lm.LM` without forks.
+class OpenVINOLM(TransformersLM):
+    """B slots of a causal LM whose passes OpenVINO computes, as long as it can; ModelError if it never can."""
 
-    Raises:
-        ModelError: OpenVINO does not compute the passes of the model, with the reason.
-    """
+    forward_pass: OpenVINOPass
 
     def __init__(self, model: Any, batch_size: int, max_length: int):
         check(model, max_length)
         model.eval()
         graph = ModelGraph.of(model)
-        if not graph.tried:
-            trial(RaggedLM(OpenVINOPass(model, graph, 2, TRIAL_LENGTH), 2, TRIAL_LENGTH))
-            graph.tried = True
-        super().__init__(OpenVINOPass(model, graph, batch_size, max_length), batch_size, max_length)
+        graph.compiled()
+        try_graph(model, graph, max_length, check(model, max_length, graph.window))
+        RaggedLM.__init__(self, OpenVINOPass(model, graph, batch_size, max_length), batch_size, max_length)
 
-    def fork(self, layers: Sequence[int], **_: Any) -> Any:
-        raise ModelError(
-            f"some layers of {type(self.model).__name__} cannot be run alone by OpenVINO; set CROSSDRAFT_OPENVINO=0"
-        )
+    @property
+    def passes_by(self) -> str:
+        """Library that computes the passes, and why it is PyTorch."""
+        return "OpenVINO" if not (reason := self.forward_pass.left) else f"PyTorch, not OpenVINO: {reason}"
+
+    def fork(self, layers: Sequence[int], **options: Any) -> Any:
+        self.forward_pass.leave("a drafter runs some of its layers")
+        return super().fork(layers, **options)
 
 
-def check(model: Any, max_length: int) -> None:
-    """Raise ModelError for a model whose passes OpenVINO would compute wrongly, or not at all."""
-    config = text_config(model)
+def check(model: Any, max_length: int, window: int = sys.maxsize) -> int:
+    """Raise ModelError if passes would be wrong, or cannot be computed; return the smallest window: trees ignore it."""
     tensors = [*model.parameters(), *model.buffers()]
     kinds = {(tensor.device.type, tensor.dtype) for tensor in model.parameters()}
-    if kinds not in [{("cpu", dtype)} for dtype in PRECISIONS] or any(
-        hasattr(t, "__tensor_flatten__") for t in tensors
-    ):
+    quantised = any(hasattr(tensor, "__tensor_flatten__") for tensor in tensors)
+    if quantised or kinds not in [{("cpu", dtype)} for dtype in PRECISIONS]:
         raise ModelError("its weights are not all on the CPU in float32, or all in bfloat16")
-    if model.dtype == torch.bfloat16 and not has_bfloat16():
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise ModelError("its weights were made in inference mode, so their changes would not be seen")
+    if model.dtype == torch.bfloat16 and "BF16" not in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         raise ModelError("this processor has no products in bfloat16")
     refuse_unsupported(model, max_length)
-    for window in (sliding_window(config), getattr(config, "attention_chunk_size", None)):
-        check_window(max_length, window or sys.maxsize)
-    ropes = {kind for m in model.modules() for kind in _kinds(getattr(m, "rope_type", None))}
-    if changing := ropes & {"dynamic", "longrope"}:
-        raise ModelError(f"the frequencies of its {changing.pop()} positions change with the length of a text")
-
-
-def check_window(max_length: int, window: int) -> None:
-    """Raise ModelError for slots longer than a window: masks of trees do not respect one."""
-    if max_length > window:
+    masks = AttentionMasks(text_config(model), model.dtype, torch.device("cpu"), 0)
+    if max_length > (window := min(window, masks.window or window, masks.chunk or window)):
         raise ModelError(f"slots reach {max_length} tokens, more than its window of {window}")
+    ropes = str([getattr(module, "rope_type", None) for module in model.modules()])
+    if changing := [kind for kind in ("dynamic", "longrope") if kind in ropes]:
+        raise ModelError(f"the frequencies of its {changing[0]} positions change with the length of a text")
+    return window
 
 
-def _kinds(rope_type: Any) -> list[Any]:
-    return list(rope_type.values()) if isinstance(rope_type, dict) else [rope_type]
+@torch.inference_mode()
+def try_graph(model: Any, graph: ModelGraph, max_length: int, window: int) -> None:
+    """Raise ModelError if ``graph`` differs from ``model`` in `trial` or a long text at the last positions; once."""
+    file = graph.path.with_suffix(".tried")
+    if file.exists() and max_length <= int(file.read_text() or 0):
+        return
+    trial(RaggedLM(OpenVINOPass(model, graph, 2, TRIAL_LENGTH), 2, TRIAL_LENGTH))
+    end = min(2 ** (max_length - 1).bit_length(), window, ModelDims.of(model).context_length or window)
+    ids = (7 * torch.arange(min(end, LONG_TEXT)) + 3) % text_config(model).vocab_size
+    one, positions = OpenVINOPass(model, graph, 1, len(ids)), torch.arange(end - len(ids), end)[None]
+    one.shift = end - len(ids)
+    one._infer([0], [0], [ids[:-1]], width=0)
+    expected = model(input_ids=ids[None], position_ids=positions, use_cache=False, logits_to_keep=1).logits
+    logits: Any = one._infer([0], [len(ids) - 1], [ids[-1:]])[0]
+    if not close(logits, expected, model.dtype):
+        raise ModelError(f"it failed a trial of a text of {len(ids)} tokens that ends at position {end}")
+    file.write_text(str(max(end, max_length)))
 
 
 @cache
@@ -277,7 +283,7 @@ class OpenVINOSlots(ModelPreparation):
     name = "openvino"
 
     @classmethod
-    def slots(cls, model: Any, batch_size: int, max_length: int) -> OpenVINOLM | None:
+    def slots(cls, model: Any, batch_size: int, max_length: int) -> OpenVINOLM | str | None:
         if os.environ.get("CROSSDRAFT_OPENVINO") != "1":
             return None
         kind = type(model)
@@ -285,9 +291,9 @@ class OpenVINOSlots(ModelPreparation):
             if kind.__name__ not in tried_classes() or not kind.__module__.startswith("transformers."):
                 raise ModelError("its class is not among those tried (crossdraft_openvino/tried.txt)")
             return OpenVINOLM(model, batch_size, max_length)
-        except (CrossdraftError, OSError) as error:  # of the model, or of the cache directory
+        except (CrossdraftError, OSError, RuntimeError) as error:  # of the model, the cache directory, or OpenVINO
             _warn_once(kind.__name__, str(error))
-            return None
+            return f"PyTorch, not OpenVINO: {error}"
 
 
 @cache
