@@ -194,7 +194,7 @@ def text_models(page: Path, tmp_path_factory: Any, models: dict[str, Path]) -> I
 @pytest.fixture
 def stored_runs(page: Path, place: Path) -> None:
     """The finished runs, on the pages that print from them."""
-    pages = {"README.md": RUNS, "report.md": RUNS[:1], "batch-size.md": RUNS[1:]}
+    pages = {"report.md": RUNS[:1], "batch-size.md": RUNS[1:]}
     for archive in pages.get(page.name, ()):
         with tarfile.open(archive) as runs:
             runs.extractall(place, filter="data")

@@ -7,15 +7,10 @@ from importlib import import_module
 from ..errors import CrossdraftError, UsageError
 
 
-def need(
-    subject: str, extra: str, *modules: str, of: str = "crossdraft", error: type[CrossdraftError] = UsageError
-) -> None:
+def need(subject: str, extra: str, *modules: str, of: str = ".", error: type[CrossdraftError] = UsageError) -> None:
     """Raise ``error`` if any of ``modules`` cannot be imported, with the extra that installs them."""
-    missing = [module for module in modules if not importable(module)]
-    if missing:
-        packages = " and ".join([", ".join(missing[:-1]), missing[-1]] if missing[1:] else missing)
-        noun = "packages" if missing[1:] else "package"
-        raise error(f"{subject} needs the {noun} {packages}; install with: pip install '{of}[{extra}]'")
+    if missing := [module for module in modules if not importable(module)]:
+        raise error(f"{subject} needs {', '.join(missing)}; in a clone of crossdraft: pip install -e '{of}[{extra}]'")
 
 
 def importable(module: str) -> bool:

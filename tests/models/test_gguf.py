@@ -207,6 +207,6 @@ def test_files_that_do_not_convert(tmp_path: Path, cache: Path, monkeypatch: Any
         with pytest.raises(ModelError, match=r"0\.0 GB left; set CROSSDRAFT_CACHE"):
             load_model(str(file))
         patch.setitem(sys.modules, "gguf", None)
-        with pytest.raises(ModelError, match=r"pip install 'crossdraft\[gguf\]'; or"):
+        with pytest.raises(ModelError, match=r"pip install -e '.\[gguf\]'; or"):
             load_model(str(file))
     assert converted(cache) == []

@@ -72,7 +72,7 @@ def test_invalid_placements_raise(target: str, tmp_path: Path, monkeypatch: Any)
     with pytest.raises(UsageError, match="torchrun --nproc-per-node N -m crossdraft"):
         load_model(target, device="tp")
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(ModelError, match=r"pip install 'crossdraft\[spread\]'"):
+    with pytest.raises(ModelError, match=r"pip install -e '.\[spread\]'"):
         load_model(target, device="spread")
 
 

@@ -20,7 +20,7 @@ def test_all_that_is_missing_is_named() -> None:
     with pytest.raises(ModelError) as caught:
         need("this", "x,y", "no_such_a", "json", "no_such_b", "no_such_c", error=ModelError)
     assert str(caught.value) == (
-        "this needs the packages no_such_a, no_such_b and no_such_c; install with: pip install 'crossdraft[x,y]'"
+        "this needs no_such_a, no_such_b, no_such_c; in a clone of crossdraft: pip install -e '.[x,y]'"
     )
 
 

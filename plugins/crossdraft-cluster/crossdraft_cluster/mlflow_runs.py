@@ -30,7 +30,7 @@ class Mlflow:
     """
 
     def __init__(self) -> None:
-        need("the tracker mlflow", "mlflow", "mlflow", of="crossdraft-cluster")
+        need("the tracker mlflow", "mlflow", "mlflow", of="plugins/crossdraft-cluster")
         from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]  # an extra
 
         try:

@@ -31,7 +31,7 @@ class Ray(Launcher):
 
     def __init__(self, config: RayConfig, device: str, timed: bool):
         super().__init__(config, device, timed)
-        need("the launcher ray", "ray", "ray", of="crossdraft-cluster")
+        need("the launcher ray", "ray", "ray", of="plugins/crossdraft-cluster")
         import ray  # pyright: ignore[reportMissingImports]  # an extra
 
         self._ray, self._mine = ray, not ray.is_initialized()

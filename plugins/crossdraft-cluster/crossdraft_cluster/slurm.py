@@ -35,7 +35,7 @@ class Slurm(Launcher):
 
     def __init__(self, config: SlurmConfig, device: str, timed: bool):
         super().__init__(config, device, timed)
-        need("the launcher slurm", "slurm", "submitit", of="crossdraft-cluster")
+        need("the launcher slurm", "slurm", "submitit", of="plugins/crossdraft-cluster")
         import submitit  # pyright: ignore[reportMissingImports]  # an extra
 
         self._submitit = submitit

@@ -19,7 +19,7 @@ class Trackio:
     """Tracker for Trackio, called by the hooks of a run. Raises UsageError if Trackio is not installed."""
 
     def __init__(self) -> None:
-        need("the tracker trackio", "trackio", "trackio", of="crossdraft-cluster")
+        need("the tracker trackio", "trackio", "trackio", of="plugins/crossdraft-cluster")
         import trackio  # pyright: ignore[reportMissingImports]  # an extra
 
         self._trackio: Any = trackio

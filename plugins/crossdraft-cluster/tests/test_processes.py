@@ -91,4 +91,4 @@ def test_missing_library_is_reported(start: Any, tmp_path: Path, monkeypatch: An
     extras = {"ray": "--launcher", "slurm": "--launcher", "mlflow": "--track", "trackio": "--track"}
     for extra, option in extras.items():
         _, err = finished(start("runs", flags=[option, extra]), 2)
-        assert f"pip install 'crossdraft-cluster[{extra}]'" in err
+        assert f"pip install -e 'plugins/crossdraft-cluster[{extra}]'" in err

@@ -10,7 +10,8 @@ seconds and a C++ compiler, and stores it in the cache directory; from then on i
 runs uncompiled if it cannot be compiled, if others can write to the cache directory (`own_path`), if its output differs
 at that first pass, and outside of `own_attention`.
 
-``CROSSDRAFT_COMPILED_LAYERS=0`` in the environment switches this off, for debugging and comparison.
+``CROSSDRAFT_COMPILED_LAYERS=compile`` in the environment compiles at any pass, so in `generate` and servers, too; ``0``
+switches this off, for debugging and comparison.
 """
 
 from __future__ import annotations
@@ -70,6 +71,9 @@ _INDUCTOR = {
     "realize_reads_threshold": 1,
     "aot_inductor.custom_ops_to_c_shims": {torch.ops.crossdraft.packed_linear.default: PACKED_LINEAR_IN_C},
 }
+#: Environment variable by which users switch this off, or compile outside of warm-ups.
+_SETTING = "CROSSDRAFT_COMPILED_LAYERS"
+_NOT_STORED = f"no code is stored for it on this processor; set {_SETTING}=compile for one start, which compiles it"
 #: Environment variable of the directory of the code.
 _VARIABLE = "CROSSDRAFT_CACHE"
 #: Module of the hooks by which models return hidden states, of layers, and attention weights, which no pass requests.
@@ -92,7 +96,7 @@ class CompiledLayers(ModelPreparation):
 
     @classmethod
     def prepare(cls, model: nn.Module) -> None:
-        if os.environ.get("CROSSDRAFT_COMPILED_LAYERS") == "0":
+        if os.environ.get(_SETTING) == "0":
             return
         for module in model.modules():
             if not isinstance(module, GradientCheckpointingLayer) or hasattr(module, "_runs_compiled"):
@@ -248,7 +252,8 @@ def _compiled_output(layer: Any, args: Sequence[Any], options: dict[str, Any]) -
     if not in_own_attention() or torch.is_grad_enabled() or layer.training:
         return None
     structure = _structures.get(layer)
-    if structure is None and not capture_limits() and not _has_code():
+    if structure is None and not _has_code() and not _compiles():
+        _warn_once(type(layer).__name__, _NOT_STORED)
         return None
     if structure is None or not structure.is_current:
         structure = _structures[layer] = _Structure.of(layer)
@@ -259,7 +264,7 @@ def _compiled_output(layer: Any, args: Sequence[Any], options: dict[str, Any]) -
     if call is None:
         return None
     function, known = structure.functions.get(call.form), call.form in structure.functions
-    if function is None and (not capture_limits() if known else len(structure.functions) == MOST_FORMS):
+    if function is None and (not _compiles() if known else len(structure.functions) == MOST_FORMS):
         return None
     weights = [*structure.tensors.values()] if call.single else structure.weights
     if weights is None:
@@ -448,8 +453,12 @@ def _has_code() -> bool:
         return False
 
 
+def _compiles() -> bool:
+    return capture_limits() is not None or os.environ.get(_SETTING) == "compile"
+
+
 def _function(layer: nn.Module, identity: Form, call: _Call) -> TensorFunction | None:
-    """Load the code for ``call``, or compile it in a warm-up; None if that is not possible."""
+    """Load the code for ``call``, or compile it where `_compiles`; None if that is not possible."""
     key = hashlib.sha256(repr((identity, call.form)).encode()).hexdigest()[:32]
     path = _directory() / f"{key}.pt2"
     if path in _failed:
@@ -457,9 +466,10 @@ def _function(layer: nn.Module, identity: Form, call: _Call) -> TensorFunction |
     try:
         own = own_directory(path.parent, _VARIABLE) / path.name
         if not own.is_file():
-            if capture_limits() is None:
-                return None
             name = type(layer).__name__
+            if not _compiles():
+                _warn_once(name, _NOT_STORED)
+                return None
             print(f"crossdraft: compiling {name} for this processor, once", file=sys.stderr, flush=True)
             _compile(layer, call, own)
         return _load(own)

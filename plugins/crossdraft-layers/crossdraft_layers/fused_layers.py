@@ -6,8 +6,8 @@ with its product. Queries, keys and values are one product, and so are gate and 
 become views of one matrix, without a copy that stays.
 
 ``CROSSDRAFT_FUSED_LAYERS=1`` in the environment switches this on; it is an option because no GPU has run it yet. It
-needs ``liger-kernel`` (``pip install crossdraft-layers[fused]``). Layers that are not of the structure of Llama's run
-as they are, and so do passes outside of `own_attention`.
+needs ``liger-kernel`` (in a clone: ``pip install -e 'plugins/crossdraft-layers[fused]'``). Layers that are not of the
+structure of Llama's run as they are, and so do passes outside of `own_attention`.
 
 Every operation of Liger is an operator of PyTorch here, ``crossdraft::..``, with a reference for CPUs in plain
 PyTorch, which tests compare with the kernels.
@@ -15,7 +15,6 @@ PyTorch, which tests compare with the kernels.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -29,9 +28,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from crossdraft.framework.contracts.models import ModelPreparation
-from crossdraft.framework.errors import UsageError
 from crossdraft.framework.lm.attention.sdpa import in_own_attention
 from crossdraft.framework.util.cache_argument import cache_argument
+from crossdraft.framework.util.extras import need
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +50,7 @@ class FusedLayers(ModelPreparation):
     def prepare(cls, model: nn.Module) -> None:
         if os.environ.get(VARIABLE, "0") != "1":
             return
-        if importlib.util.find_spec("liger_kernel") is None:
-            raise UsageError(
-                f"{VARIABLE}=1 needs liger-kernel, which is not installed: pip install crossdraft-layers[fused]"
-            )
+        need(f"{VARIABLE}=1", "fused", "liger_kernel", of="plugins/crossdraft-layers")
         for layer in model.modules():
             if isinstance(layer, GradientCheckpointingLayer) and not hasattr(layer, "_runs_fused"):
                 if reason := _unfit(layer):

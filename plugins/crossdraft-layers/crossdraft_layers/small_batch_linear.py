@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from crossdraft.framework.contracts.models import ModelPreparation
+from crossdraft.framework.models.device import cpu_features
 
 logger = logging.getLogger(__name__)
 
@@ -249,6 +250,15 @@ def _warn_of_memory() -> None:
     )
 
 
+@cache
+def _warn_of_bfloat16() -> None:
+    if not any("bf16" in feature for feature in cpu_features()):
+        logger.warning(
+            "crossdraft: this processor has no instructions for bfloat16: a pass over a few tokens takes several times "
+            "as long as one over a single token, in float32 about as long; leave dtype out"
+        )
+
+
 class SmallBatchLayers(ModelPreparation):
     """The preparation ``small-batch-linear``."""
 
@@ -269,6 +279,8 @@ def speed_up_small_batches(model: nn.Module) -> None:
         if module.weight.numel() < LEAST_WEIGHTS:
             continue
         dtype = module.weight.dtype
+        if module.weight.device.type == "cpu" and dtype == torch.bfloat16:
+            _warn_of_bfloat16()
         if module.weight.device.type == "cpu" and (dtype == torch.float32 or _available(dtype)):
             module.__class__ = SmallBatchLinear
     for module in model.modules():

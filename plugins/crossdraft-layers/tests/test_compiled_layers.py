@@ -173,10 +173,20 @@ def test_hidden_states_are_returned(
     assert close(outputs, hidden_states(own_modules(model)))
 
 
-def test_code_is_compiled_in_warm_ups_only(tiny_model: Callable, monkeypatch: Any, traced: list[int]) -> None:
+@pytest.mark.parametrize("requested", [False, True])
+def test_code_is_compiled_in_warm_ups_or_on_request(
+    requested: bool, tiny_model: Callable, monkeypatch: Any, traced: list[int], caplog: Any
+) -> None:
     model, expected = tiny_model("llama"), plain(tiny_model("llama"), 2, monkeypatch)
-    assert close(logits(own_modules(model), 2, None), expected) and traced == []
-    logits(own_modules(model), 2)
+    compiled_layers._warn_once.cache_clear()
+    for _ in range(2):
+        assert close(logits(own_modules(model), 2, None), expected) and traced == []
+    (message,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "no code is stored" in message and "set CROSSDRAFT_COMPILED_LAYERS=compile" in message
+    if requested:
+        monkeypatch.setenv("CROSSDRAFT_COMPILED_LAYERS", "compile")
+    logits(own_modules(model), 2, None if requested else WARM_UP)
+    monkeypatch.setenv("CROSSDRAFT_COMPILED_LAYERS", "1")
     before = len(traced)
     assert close(logits(own_modules(model), 2, None), expected) and len(traced) > before  # stored code is used
 

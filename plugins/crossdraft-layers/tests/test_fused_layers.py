@@ -38,7 +38,7 @@ def test_kernels_return_what_their_references_do() -> None:
 @pytest.fixture
 def requested(monkeypatch: Any) -> None:
     monkeypatch.setenv(fused_layers.VARIABLE, "1")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(fused_layers, "need", lambda *_, **__: None)
 
 
 def test_layers_stay_plain_by_default(tiny_model: Any, monkeypatch: Any, caplog: Any) -> None:
@@ -49,8 +49,8 @@ def test_layers_stay_plain_by_default(tiny_model: Any, monkeypatch: Any, caplog:
 
 def test_without_liger_the_option_is_refused(tiny_model: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv(fused_layers.VARIABLE, "1")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"pip install crossdraft-layers\[fused\]"):
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    with pytest.raises(UsageError, match=r"pip install -e 'plugins/crossdraft-layers\[fused\]'"):
         FusedLayers.prepare(tiny_model("llama"))
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from crossdraft_layers import fused_layers
 from crossdraft_layers.fused_layers import VARIABLE
 from crossdraft_simulated_cuda import device
 from on_both_devices import on_both_devices
@@ -80,7 +80,7 @@ def pass_outputs(kind: str, layers: int, parents: list[int], **changes: Any) -> 
 @pytest.mark.parametrize("shape", PASSES)
 def test_fused_layers(kind: str, changes: dict[str, Any], shape: str, monkeypatch: Any) -> None:
     """Few operations reach the device in a captured pass, and logits are those of transformers' layers."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())  # the device runs references of the kernels
+    monkeypatch.setattr(fused_layers, "need", lambda *_, **__: None)  # the device runs references of the kernels
 
     def outputs(requested: str) -> tuple[torch.Tensor, int]:
         monkeypatch.setenv(VARIABLE, requested)
@@ -99,7 +99,7 @@ def test_fused_layers(kind: str, changes: dict[str, Any], shape: str, monkeypatc
 
 def test_layers_without_attention_stay_plain(monkeypatch: Any) -> None:
     """Skipped parts, as of drafters that skip layers, make a layer run as transformers' does."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(fused_layers, "need", lambda *_, **__: None)
     config = CONFIG_MAPPING["llama"](
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4
     )

@@ -164,6 +164,16 @@ def test_copies_stay_within_their_share_of_memory(monkeypatch: Any, caplog: Any)
     ]
 
 
+@pytest.mark.parametrize(("features", "warned"), [({"avx512f"}, 1), ({"avx512f", "avx512_bf16"}, 0)])
+def test_bfloat16_without_instructions_is_warned_of_once(
+    features: set[str], warned: int, monkeypatch: Any, caplog: Any
+) -> None:
+    monkeypatch.setattr(small_batch_linear, "cpu_features", lambda: features)
+    small_batch_linear._warn_of_bfloat16.cache_clear()
+    speed_up_small_batches(nn.Sequential(*(nn.Linear(256, 256, dtype=torch.bfloat16) for _ in range(2))))
+    assert sum("no instructions for bfloat16" in record.message for record in caplog.records) == warned
+
+
 def test_other_layers_stay_as_they_are() -> None:
     model = nn.ModuleList([nn.Linear(4, 4, dtype=torch.float16), nn.Linear(4, 4, device="meta"), nn.Linear(4, 4)])
     speed_up_small_batches(model)

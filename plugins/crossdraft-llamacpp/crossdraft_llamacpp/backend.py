@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +18,8 @@ class LlamaCppBackend(Backend):
     name = "llama.cpp"
 
     def supports(self, path: Path) -> bool:
-        return path.suffix.lower() == ".gguf" and path.is_file()
+        """True for GGUF files if llama-cpp-python is installed; else the core converts them for transformers."""
+        return path.suffix.lower() == ".gguf" and path.is_file() and find_spec("llama_cpp") is not None
 
     def load(
         self, resolved: ResolvedModel, *, dtype: Any, device: Any, attn_implementation: str | None = None, **_: Any

@@ -16,7 +16,6 @@ import torch
 pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
 
-import crossdraft_llamacpp
 from crossdraft_drafters.self_speculation.pass_weights import save_embeddings
 from crossdraft_llamacpp.lm import CHUNK, LlamaLM
 from tiny_gguf import SPECIAL, VOCAB, WORDS, Plain, save_gguf
@@ -24,19 +23,11 @@ from tiny_gguf import SPECIAL, VOCAB, WORDS, Plain, save_gguf
 import crossdraft
 from crossdraft.framework.bench.matrix import load_recipe
 from crossdraft.framework.bench.run import run
-from crossdraft.framework.plugins import entries, manager
 
 CLOSE = 0.02  # keys and values are float16, and sums are made in another order in a wider batch
 
 
-@pytest.fixture(autouse=True, scope="module")
-def installed() -> Any:
-    if "llama.cpp" in entries("backends"):  # the plug-in is installed
-        yield
-    else:
-        manager().register(crossdraft_llamacpp, "llamacpp")
-        yield
-        manager().unregister(crossdraft_llamacpp)
+pytestmark = pytest.mark.usefixtures("installed")
 
 
 @pytest.fixture(scope="module")

@@ -16,12 +16,10 @@ import pytest
 
 pytest.importorskip("llama_cpp")
 
-import crossdraft_llamacpp
 from tiny_gguf import Plain
 
 import crossdraft
 from crossdraft.framework.models.chat import encode
-from crossdraft.framework.plugins import entries, manager
 
 pytestmark = [pytest.mark.slow, pytest.mark.network]
 
@@ -34,13 +32,8 @@ DRAFTERS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def target() -> Any:
-    directory = "llama.cpp" not in entries("backends")
-    if directory:
-        manager().register(crossdraft_llamacpp, "llamacpp")
-    yield crossdraft.load_model(os.environ.get("CROSSDRAFT_GGUF", "smollm2-135m-instruct-gguf"))
-    if directory:
-        manager().unregister(crossdraft_llamacpp)
+def target(installed: None) -> crossdraft.LoadedModel:
+    return crossdraft.load_model(os.environ.get("CROSSDRAFT_GGUF", "smollm2-135m-instruct-gguf"))
 
 
 @pytest.fixture(scope="module")
