@@ -5,7 +5,7 @@ With an explicit mask, transformers' ``sdpa`` repeats keys and values for every 
 place. The sums, and the result, are the same.
 
 Others: FlashAttention takes no mask, and PyTorch's ``enable_gqa`` has no fused CUDA kernel with one. FlexAttention
-must be compiled, so it runs only on request (``flex.py``). ``python benchmarks/attention.py`` compares their costs.
+must be compiled, so it runs only on request (``flex.py``).
 """
 
 from __future__ import annotations
