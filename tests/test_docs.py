@@ -175,8 +175,8 @@ def registered(names: dict[str, Path]) -> Iterator[None]:
 
 @pytest.fixture
 def text_models(page: Path, tmp_path_factory: Any, models: dict[str, Path]) -> Iterator[None]:
-    """On the pages about constraints and segments, models whose tokenizer can spell any text instead of words only."""
-    if page.name == "segments.md":
+    """On the pages about constraints and replay, models whose tokenizer can spell any text instead of words only."""
+    if page.name == "replay.md":
         with registered({THINKS: Path(save_text_model(tmp_path_factory.mktemp("thinks"), chat=THINKING))}):
             yield
         return
