@@ -53,7 +53,7 @@ def estimate(
         sums: sums of each piece, ``[n, k]``; the first column is the weight of a piece.
         log: make the interval symmetric in the logarithm.
         value: value to report instead of the statistic of ``sums``, of an estimator with the same spread.
-        least, most: range of the statistic; the interval is clipped to it.
+        minimum, maximum: range of the statistic; the interval is clipped to it.
         noise: errors independent of those of the pieces; degrees of freedom follow Satterthwaite.
 
     Returns:
