@@ -103,6 +103,7 @@ WRONG_IMPORTS = [
 ]
 
 
+@pytest.mark.thorough
 def test_wrong_imports_are_found_even_inside_functions(copy: Path) -> None:
     for file, line, _, _ in WRONG_IMPORTS:
         with (copy / "crossdraft" / file).open("a", encoding="utf-8") as opened:

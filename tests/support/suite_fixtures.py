@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import cache
 from importlib.metadata import distributions
 from itertools import count
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from draft_contexts import GivenContext
 from hypothesis import settings
 
+from crossdraft.framework.bench import environment
 from crossdraft.framework.certificate import outcomes
 from crossdraft.framework.certificate.drafts import DRAFTS
 from crossdraft.framework.certificate.table_lm import Toy
@@ -30,6 +32,8 @@ gc.disable()  # until tests are collected: what is imported and collected stays
 os.fsync = lambda descriptor: (
     None
 )  # files survive a test by the system's cache; processes that tests kill write for real
+
+environment._git = cache(environment._git)  # of this checkout, once a process: every run names its commit
 
 # Tests count and never time: on a busy machine any example may take a while. Every run draws other examples.
 settings.register_profile("untimed", deadline=None, max_examples=50)
