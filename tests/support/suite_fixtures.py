@@ -83,13 +83,18 @@ def drafts() -> dict[str, Callable]:
     return {label: kind.build for label, kind in DRAFTS.items()}
 
 
+#: The dearest test files, by `.ci/dearest`.
+_DEAREST = ("drafter_coverage", "docs", "html", "contract", "compiled_layers", "packages", "openvino_slots")
+_DEAREST += ("universal", "coverage", "response_format", "golden", "served_runs", "charts")
+
+
 @pytest.hookimpl(tryfirst=True)  # before marks are selected by
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest file first: the others fill the other processes meanwhile. Tests of distributions get a mark."""
+    """The dearest files first: the others fill the other processes meanwhile. Tests of distributions get a mark."""
     for item in items:
         if item.path.is_relative_to(_PLUGINS):
             item.add_marker("plugin")
-    items.sort(key=lambda item: item.path.name != "test_docs.py")
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in _DEAREST)
 
 
 def pytest_collection_finish() -> None:
