@@ -14,6 +14,7 @@ from crossdraft.framework.metrics.cell_metrics import (
     Estimate,
     Metrics,
     StepRecord,
+    acceptance,
     block_efficiency,
     compare,
     measure,
@@ -43,6 +44,7 @@ def test_by_hand() -> None:
     assert metrics.block_efficiency == Estimate(11 / 5)  # two prompts are too few for an interval
     assert metrics.mean_tau == 6 / 5
     assert metrics.acceptance == [3 / 5, 2 / 5, 1 / 5, 0.0]
+    assert [estimate.value for estimate in acceptance(records, 4, 4)] == metrics.acceptance
     assert metrics.block_efficiency_expected == 2.5
     assert metrics.target_rows_per_token == 5 * 4 / 11
     assert metrics.nodes_per_step == 3
