@@ -44,6 +44,7 @@ category | samples | avg_prompt_t/s | avg_pred_t/s | avg_latency | accept_rate
 coding   | 8       | 900.1          | 80.2         | 1.2         | 0.9000
 overall  | 16      | 900.1          | 70.2         | 1.4         | {}
 """
+REQUEST = "draft acceptance rate = 0.75000 (  900 accepted /  1200 generated)\n"  # without its tokens
 RAPID = 'rapid_mlx_spec_decode_{}_total{{family="m",method="mtp"{}}} {}\n'
 
 
@@ -226,9 +227,9 @@ def test_rates_without_a_space() -> None:
 
 def test_counters_of_rapid_mlx() -> None:
     older = RAPID.format("attempts", "", 1200) + RAPID.format("accepts", "", 900)
-    assert length(older, 1) == 1.75
-    with pytest.raises(UsageError, match="900 of 1200 drafted tokens were accepted"):
-        one(older)
+    assert (one(older).marginal, one(older).drafts) == ((0.75,), 1200)  # an attempt is a step
+    with pytest.raises(UsageError, match="has drafts of 1 token, not 2"):
+        one(older, 2)
     newer = older + RAPID.format("verify_calls", "", 400)
     assert (length(newer), one(newer).draft_length) == (1 + 900 / 400, 3)
     depths = [RAPID.format("accepted_by_depth", f',depth="{i}"', n) for i, n in ((1, 390), (2, 300), (3, 210))]
@@ -247,8 +248,8 @@ def test_page_of_prometheus_that_was_copied() -> None:
 
 def test_given_length_is_taken_by_diagnose(tmp_path: Path) -> None:
     """A scrape without steps is refused for its positions, not for the length that is given."""
-    file = tmp_path / "metrics"
-    file.write_text(RAPID.format("attempts", "", 1200) + RAPID.format("accepts", "", 900))
+    file = tmp_path / "log"
+    file.write_text(REQUEST)
     with pytest.raises(UsageError, match=r"drafted tokens were accepted, .* give the draft length N"):
         read_counters([str(file)])
     ((source, acceptance),) = read_counters([f"{{source: {file}, gamma: 1}}"])
@@ -265,7 +266,7 @@ def test_pipe_is_refused_by_every_reader(tmp_path: Path) -> None:
 
 def test_each_source_has_its_own_length(tmp_path: Any) -> None:
     file = tmp_path / "log"
-    file.write_text(RAPID.format("attempts", "", 1200) + RAPID.format("accepts", "", 900))
+    file.write_text(REQUEST)
     lengths = [read_acceptances(str(file), None, gamma)[1][0].length for gamma in (1, 2)]
     assert lengths == [1.75, 2.5]
 

@@ -1,8 +1,8 @@
 """Statistics of responses and iterations, with the keys of vLLM, AIPerf, TensorRT-LLM and SGLang.
 
 Rapid-MLX has counters of its server (https://github.com/raullenchai/Rapid-MLX: spec_decode/mtp/accept_counter.py,
-routes/metrics.py). Attempts are drafted tokens; newer versions count the verifications, and both kinds of tokens by
-their depth in the draft.
+routes/metrics.py). Attempts are drafted tokens. Older versions draft one in each verification; newer ones count the
+verifications, and both kinds of tokens by their depth in the draft.
 """
 
 from __future__ import annotations
@@ -182,10 +182,9 @@ class RapidMlxCounters(AcceptanceFormat):
         drafted, accepted = counters[_DRAFTED][0], counters[_ACCEPTED][0]
         if not drafted.value:
             raise source.error(drafted.line, "nothing was drafted; send requests to the server first")
-        if _STEPS not in counters:
-            item = full_drafts(source, accepted.line, accepted.value, drafted.value)
-            return acceptances_of([item], source, "runs", source.name)
-        steps, tokens_at = counters[_STEPS][0], counters.get(_ACCEPTED_AT, {})
+        steps, tokens_at = counters.get(_STEPS, counters[_DRAFTED])[0], counters.get(_ACCEPTED_AT, {})
+        if _STEPS not in counters:  # of an older version
+            tokens_at = {1: accepted}
         at_least = tuple(tokens_at[i].value if i in tokens_at else 0.0 for i in range(1, max(tokens_at, default=0) + 1))
         if accepted.value > drafted.value or (at_least and sum(at_least) != accepted.value):
             raise source.error(
