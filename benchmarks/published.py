@@ -359,7 +359,8 @@ def result_of(series: Series, level: str, groups: Sequence[Sequence[Prediction]]
 def _speed_up(series: Series, i: int, cost: StepCost) -> Prediction:
     gamma, tokens, known = series.gammas[i], series.lengths[i], cost.gammas
     if cost.plain_known:
-        return Prediction(gamma, known, cost.speed_up(Estimate(tokens, tokens, tokens), gamma), series.speed_ups[i])
+        speed_up = step_cost.speed_up_of(Estimate(tokens), cost.ratio(gamma), gamma + 1)
+        return Prediction(gamma, known, speed_up, series.speed_ups[i])
     seconds, unit = cost.seconds(gamma), series.speed_ups[series.gammas.index(known[0])]
     assert seconds.low is not None
     assert seconds.high is not None

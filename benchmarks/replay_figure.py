@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from crossdraft_advisor.commands.baseline_responses import baseline_responses
 from crossdraft_advisor.replay.aggregate import Tally, difference
+from crossdraft_advisor.replay.baseline_responses import baseline_responses
 from crossdraft_advisor.replay.candidates import candidates_of
 from crossdraft_advisor.replay.replay import ReplayResult, replay
 from crossdraft_advisor.replay.responses import Reader

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from crossdraft_advisor.commands.baseline_responses import baseline_responses
 from crossdraft_advisor.engines.acceptance import Acceptance
+from crossdraft_advisor.replay.baseline_responses import baseline_responses
 from crossdraft_advisor.replay.candidates import candidates_of
 from crossdraft_advisor.replay.replay import replay
 from crossdraft_advisor.replay.responses import Reader

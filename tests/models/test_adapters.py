@@ -318,7 +318,7 @@ def test_unsupported_use_raises(base: Path, adapter: Path, monkeypatch: Any) -> 
 
 def test_engines_refuse_adapters(base: Path, adapter: Path) -> None:
     engine_cell = pytest.importorskip("crossdraft_advisor.engines.engine_cell")
-    from crossdraft_advisor.engines.engine import needs_model
+    from crossdraft_advisor.engines.builtin.vllm import Vllm
 
     name = f"{base}+{adapter}"
     served: Any = SimpleNamespace(target=name, is_baseline=True, engine=SimpleNamespace(name="vllm"))
@@ -328,7 +328,7 @@ def test_engines_refuse_adapters(base: Path, adapter: Path) -> None:
         engine_cell.EngineCell.remarks(served)
     drafted: Any = SimpleNamespace(model=name)
     with pytest.raises(UsageError, match="vllm does not merge an adapter into its draft model"):
-        needs_model(served.engine, drafted)
+        Vllm().model_of(drafted)
 
 
 def test_copied_base_is_recognised(base: Path, adapter: Path, tmp_path: Path) -> None:

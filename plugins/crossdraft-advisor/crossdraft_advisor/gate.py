@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from crossdraft.framework.errors import UsageError
+from crossdraft import Estimate, UsageError
 from crossdraft.framework.metrics.intervals import (
     CONFIDENCE,
     FREEDOM,
@@ -28,7 +28,6 @@ from crossdraft.framework.metrics.intervals import (
     ratio,
     ratio_difference,
 )
-from crossdraft.framework.util.estimate import Estimate
 
 POWER = 0.9  # probability to detect a drop of `GateCheck.detectable`
 
@@ -162,8 +161,8 @@ def checked(baseline: Sample, current: Sample, limit: float) -> GateCheck:
         pieces, noises = min(len(baseline.sums), len(current.sums)), [baseline.noise(), current.noise()]
         value, half = after.value - before.value, half_width([noise for noise in noises if noise is not None])
         difference = Estimate(value) if None in noises else Estimate(value, value - half, value + half)
-    unit, remark = baseline.unit, baseline.remark
-    return relative(baseline.title, before, after, difference, pieces, limit, unit, paired is not None, remark)
+    change, unit = difference.scaled(1 / before.value), baseline.unit
+    return GateCheck(baseline.title, before, after, change, pieces, unit, paired is not None, limit, baseline.remark)
 
 
 def _paired(baseline: Sample, current: Sample) -> np.ndarray | None:
@@ -177,19 +176,3 @@ def _paired(baseline: Sample, current: Sample) -> np.ndarray | None:
     sums = np.array(both, dtype=float).reshape(-1, 4)
     sums = sums[(sums[:, 1] > 0) & (sums[:, 3] > 0)]
     return sums if len(sums) else None
-
-
-def relative(
-    title: str,
-    baseline: Estimate,
-    current: Estimate,
-    difference: Estimate,
-    pieces: int,
-    limit: float,
-    unit: str = "prompts",
-    paired: bool = True,
-    remark: str = "",
-) -> GateCheck:
-    """The check of a difference of block efficiencies."""
-    change = difference.scaled(1 / baseline.value)
-    return GateCheck(title, baseline, current, change, pieces, unit, paired, limit, remark)

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 from crossdraft_advisor import Acceptance, Schedule, Settings
 from crossdraft_advisor.engines.builtin.vllm import Vllm
 from crossdraft_advisor.engines.counter_definitions import DEFINITIONS, CounterDefinition
-from crossdraft_advisor.engines.engine import length_remarks
 
 from crossdraft import UsageError
 
@@ -58,7 +57,7 @@ class VllmCrossdraft(Vllm):
         else:
             custom = {"method": "custom_class", "model": "crossdraft_vllm.Proposer"}
             config = json.dumps(custom | {"num_speculative_tokens": schedule.gamma})
-            settings = Settings(f"--speculative-config {shlex.quote(config)}", length_remarks(schedule))
+            settings = Settings(f"--speculative-config {shlex.quote(config)}", schedule.remarks())
         variable = f"export {VARIABLE}={shlex.quote(json.dumps(strategies))}"
         remark = "crossdraft and crossdraft-vllm must be installed in vLLM's environment"
         return Settings(f"{variable}\n{settings.text}", (*settings.remarks, remark))

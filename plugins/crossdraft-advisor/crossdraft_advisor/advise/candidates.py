@@ -19,21 +19,19 @@ from functools import lru_cache
 
 from pydantic import ValidationError
 
+from crossdraft import Estimate, Sampling, UsageError
 from crossdraft.framework import plugins
 from crossdraft.framework.api.build import configured
 from crossdraft.framework.contracts.options import fault, permits
-from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.contracts.verifier import incompatible, not_shortenable
 from crossdraft.framework.cost.curve import CostCurve, Curve
 from crossdraft.framework.cost.finished_cells import curves_of, drafter_traits, shorter_refusal, statistics
 from crossdraft.framework.cost.prediction import CellStatistics, Prediction, predict
-from crossdraft.framework.errors import UsageError
 from crossdraft.framework.metrics.cell_metrics import Metrics, uncut_steps
 from crossdraft.framework.recipe.recipe import CellConfig
 from crossdraft.framework.runs.labels import group_title
 from crossdraft.framework.runs.marks import mark_of
 from crossdraft.framework.runs.records import CellResult
-from crossdraft.framework.util.estimate import Estimate
 
 from ..cost.step_cost import SpeedPoint, StepCost, published_prior, speed_up_of
 from ..engines.acceptance import UNKNOWN_PAIR, Acceptance
@@ -78,7 +76,11 @@ class Candidate:
         longest = self.acceptance.gamma
         if self.acceptance.refusal:
             return (longest,)
-        permitted = tuple(n for n in range(1, longest + 1) if _permits(self.acceptance, n))
+        permitted, acceptance = tuple(range(1, longest + 1)), self.acceptance
+        if acceptance.drafter in plugins.entries("drafters"):
+            config = plugins.get("drafters", acceptance.drafter).Config
+            options = {**acceptance.options, **({"model": acceptance.model} if acceptance.model else {})}
+            permitted = tuple(n for n in permitted if permits(config, options, n))
         return permitted if longest in permitted else tuple(range(1, longest + 1))
 
     @property
@@ -212,14 +214,6 @@ def _looks_up(acceptance: Acceptance) -> bool:
     except ValidationError:  # without its model
         return False
     return plugins.traits_of("drafters", cls, config, Sampling()).on_host
-
-
-def _permits(acceptance: Acceptance, gamma: int) -> bool:
-    """Return True if the options of the drafter permit drafts of ``gamma`` tokens; False for unknown drafters."""
-    if acceptance.drafter not in plugins.entries("drafters"):
-        return False
-    model = {"model": acceptance.model} if acceptance.model else {}
-    return permits(plugins.get("drafters", acceptance.drafter).Config, {**acceptance.options, **model}, gamma)
 
 
 def _nearest(steps: Mapping[int, CellStatistics], batch_size: int) -> CellStatistics:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
-from crossdraft.framework.errors import UsageError
-from crossdraft.framework.util.estimate import Estimate
+from crossdraft import Estimate, UsageError
 
 from ..engines.engine import Engine, Range, Schedule
 from .candidates import Candidate

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
+from crossdraft import MOST_LEVELS, Argument, Command, Table, UnknownNameError, UsageError
 from crossdraft.framework import plugins
 from crossdraft.framework.cli.options.machine import BatchSizes, Contexts
 from crossdraft.framework.cli.options.run import JsonOptions
 from crossdraft.framework.cli.options.trust import TrustOptions
-from crossdraft.framework.contracts.command import Argument, Command
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.errors import UnknownNameError, UsageError
-from crossdraft.framework.runs.labels import counted
 from crossdraft.framework.util.estimate import estimate_text
 from crossdraft.framework.util.input_files import kind_of
-from crossdraft.framework.util.limits import MOST_LEVELS, MOST_PROMPTS, MOST_TOKENS
-from crossdraft.framework.util.table import Table
+from crossdraft.framework.util.limits import MOST_PROMPTS, MOST_TOKENS
 
-from ..engines.acceptance import EACH_LENGTH, Acceptance
+from ..engines.acceptance import Acceptance
 from ..engines.engine import Schedule, Settings, not_servable
 from ..engines.formats import CounterSource, read_acceptances
-from . import log
-from .baseline_responses import baseline_responses
+from ..report import Report
 from .costs import CostOptions
 
 if TYPE_CHECKING:
@@ -36,8 +30,6 @@ if TYPE_CHECKING:
     from ..advise.caveats import Remarks
     from ..advise.decision import Choice, Step
     from ..cost.step_cost import SpeedPoint
-    from ..replay.replay import Candidate as Replayed
-    from ..replay.response import Response
 
 _REPLAYED = "acceptance by replaying responses (docs/replay.md)"
 _ABOUT = "facts missing in an engine's numbers"
@@ -144,14 +136,13 @@ class Advise(CostOptions, TrustOptions, JsonOptions, Command):
         for steps_of_group in steps.values():
             remarks.of_steps(steps_of_group)
         settings, schedule = _settings(self, groups, sizes, remarks) if self.export else (None, None)
-        if self.json_:
-            print(json.dumps(as_json(steps, remarks, settings, schedule), indent=2))
-        elif schedule is not None and settings is not None:
-            print(settings.text)
+        Report(
+            lambda: as_text(steps, remarks) if settings is None else settings.text,
+            lambda: as_json(steps, remarks, settings, schedule),
+        ).emit(self)
+        if schedule is not None and not self.json_:
             lines = [*remarks.first_lines(), "", schedule_text(schedule), "", *remarks.lines()]
             print("\n".join(lines), file=sys.stderr)
-        else:
-            print(as_text(steps, remarks))
         return 0
 
 
@@ -171,7 +162,13 @@ def _groups(args: Advise, remarks: Remarks) -> dict[str, list[Candidate]]:
     from ..advise.candidates import imported, of_run, pair_of
 
     sources = [CounterSource.parse(text, "SOURCE") for text in args.sources]
-    runs = [item.source for item in sources if kind_of_source(item.source) == "directory"]
+    kinds = {
+        item.source: "url" if item.source.startswith(("http://", "https://")) else kind_of(item.source)
+        for item in sources
+    }
+    if missing := [source for source, kind in kinds.items() if not kind]:
+        raise UsageError(f"{missing[0]} does not exist; give a finished run, or an engine's log, metrics or responses")
+    runs = [source for source, kind in kinds.items() if kind == "directory"]
     texts = [item for item in sources if item.source not in runs]
     if args.since and len(texts) != 1:
         raise UsageError(
@@ -191,6 +188,8 @@ def _groups(args: Advise, remarks: Remarks) -> dict[str, list[Candidate]]:
         candidates += own
     speeds: dict[str, list[SpeedPoint]] = {}
     if args.replays:
+        from ..advise.replayed import replayed_acceptances
+
         acceptances = replayed_acceptances(args, remarks)
     else:
         acceptances = []
@@ -230,16 +229,6 @@ def _groups(args: Advise, remarks: Remarks) -> dict[str, list[Candidate]]:
             reason = "the sources have speeds of plain decoding only; give one with drafts of the same server, too"
         raise UsageError(f"no candidates: {reason}")
     return groups
-
-
-def kind_of_source(source: str) -> str:
-    """``directory``, ``file`` or ``url``. Raises UsageError if the path does not exist."""
-    if source.startswith(("http://", "https://")):
-        return "url"
-    kind = kind_of(source)
-    if not kind:
-        raise UsageError(f"{source} does not exist; give a finished run, or an engine's log, metrics or responses")
-    return kind
 
 
 def _read_source(args: Advise, source: CounterSource, remarks: Remarks) -> tuple[list[Acceptance], list[SpeedPoint]]:
@@ -324,166 +313,6 @@ def _settings(
     return settings, choice.schedule
 
 
-# -- acceptance by replay ----------------------------------------------------------------------------------------
-
-
-MAX_GAMMA = 16  # the greatest draft length that is replayed
-_MIN_TOKENS = 1000  # fewer tokens than this raise a warning
-
-
-def replayed_acceptances(args: Advise, remarks: Remarks) -> list[Acceptance]:
-    """Replay every drafter with every compatible verifier at every draft length up to `MAX_GAMMA`.
-
-    Raises UsageError: responses, drafters or verifiers that cannot be replayed.
-    """
-    from ..replay.candidates import candidates_of
-    from ..replay.replay import replay
-    from ..replay.responses import Reader
-
-    consent = args.trusted([args.target or None], args.drafter)
-    sampling = None if args.temperature is None else Sampling(temperature=args.temperature)
-    name = " and ".join(args.replay)
-    sources = list(args.replay)
-    if args.prompts:
-        if sampling is None:
-            sampling = Sampling()
-            remarks.assume("responses are sampled at temperature 1; set --temperature for another")
-        path = baseline_responses(
-            args.target,
-            args.prompts,
-            sampling,
-            limit=args.responses,
-            maximum=args.max_new_tokens,
-            trust_remote_code=args.target in consent,
-        )
-        sources.append(str(path))
-        name = f"responses of {args.target} to {args.prompts}"
-    # Responses decoded here have the log-probabilities after temperature and truncation.
-    reader = Reader(
-        # A config.json has no tokenizer; token ids and drafters without a model need none.
-        target="" if args.target.endswith(".json") else args.target,
-        sampling=sampling,
-        processed=not args.replay,
-        trust_remote_code=args.target in consent,
-    )
-    responses, sampling = reader.sampled(sources, sampling, name)
-    candidates = candidates_of(
-        args.drafter,
-        args.verifier,
-        range(1, MAX_GAMMA + 1),
-        sampling=sampling,
-        target=args.target or reader.target,
-        trust_remote_code=consent,
-        drafter_options=_drafter_options(args, remarks),
-    )
-    if args.export:
-        candidates = _exportable(candidates, args, sampling, remarks)
-    pairs = sum(len(candidate.verifiers) for candidate in candidates)
-    number = f"{counted(len(candidates), 'drafter')}, {counted(pairs, 'pair')}"
-    log(f"replaying {number}, gamma 1 to {MAX_GAMMA}, without decoding")
-    statistics = _Statistics()
-    result = replay(statistics.count(responses), candidates, by_prompt=True)
-    for assumption, count in reader.assumed.items():
-        remarks.assume(f"{counted(count, 'response')} {assumption}")
-    if result.log_p.warning:
-        remarks.warn(f"{name}: {result.log_p.warning}")
-    if result.tokens < _MIN_TOKENS:
-        remarks.warn(f"{name}: {result.tokens} tokens are few; replay more responses")
-    if statistics.truncated == result.responses:
-        remarks.warn(f"{name}: all responses are truncated; acceptance may differ for longer ones")
-    if statistics.random:
-        remarks.warn(f"{name}: prompts look like random tokens; acceptance on real text will differ")
-    return [item for candidate in result.candidates for item in _of_candidate(candidate, name, sampling, remarks)]
-
-
-def _facts(candidate: Replayed, sampling: Sampling | None) -> dict[str, Any]:
-    """Attributes of `Acceptance` about a drafter."""
-    cls, config = candidate.drafter
-    options = config.model_dump(exclude_unset=True, mode="json")
-    return {
-        "drafter": cls.name,
-        "model": str(options.get("model", "")),
-        "temperature": None if sampling is None else sampling.temperature,
-        "point_mass": cls.traits(config, sampling or Sampling()).point_mass,
-        "options": {key: value for key, value in options.items() if key not in ("model", "gamma")},
-    }
-
-
-def _drafter_options(args: Advise, remarks: Remarks) -> Mapping[str, Mapping[str, Any]]:
-    """Options with which drafters draft as those of the engine of --export."""
-    definition = plugins.get("engines", args.export).counters if args.export else None
-    if definition is None:
-        return {}
-    for drafter, options in definition.drafter_options.items():
-        if any(drafter in text for text in args.drafter):
-            listed = ", ".join(f"{key}: {value}" for key, value in options.items())
-            remarks.assume(f"{drafter} drafts as in {definition.engine}, {listed}, unless its options set that")
-    return definition.drafter_options
-
-
-def _exportable(
-    candidates: list[Replayed], args: Advise, sampling: Sampling | None, remarks: Remarks
-) -> list[Replayed]:
-    """The candidates without the pairs that the engine of --export does not support, before anything is replayed.
-
-    Raises UsageError: it supports none of them.
-    """
-    engine, reasons = plugins.get("engines", args.export)(), []
-    for candidate in candidates:
-        facts = _facts(candidate, sampling)
-        facts["model"] = args.draft_path or facts["model"]
-        for verifier in list(candidate.verifiers):
-            acceptance = Acceptance((), candidate.title, length=1.0, verifier=verifier, **facts)
-            with plugins.guarded("engines", args.export, "cannot()"):
-                reason = engine.cannot(acceptance) or not_servable(acceptance.model)
-            if reason:
-                reasons.append(f"{candidate.title} × {verifier} is left out: {engine.name}: {reason}")
-                del candidate.verifiers[verifier]
-    remarks.warnings += reasons
-    if not any(candidate.verifiers for candidate in candidates):
-        raise UsageError(f"--export {args.export}: no pair can be exported: {'; '.join(reasons)}")
-    return [candidate for candidate in candidates if candidate.verifiers]
-
-
-def _of_candidate(candidate: Replayed, name: str, sampling: Sampling | None, remarks: Remarks) -> Iterator[Acceptance]:
-    facts = _facts(candidate, sampling)
-    if facts["drafter"] == "prompt-lookup":
-        facts["options"]["match"] = candidate.drafter[1].match
-    for (verifier, k), tally in candidate.tallies.items():
-        if k > 1:
-            remarks.warn(
-                f"{candidate.title} × {verifier}: the cost of several sequences is not modelled; use crossdraft run"
-            )
-            continue
-        for gamma in candidate.gammas:
-            rows = tally.by_prompt(gamma)
-            if not rows[:, 0].sum():
-                remarks.warn(f"{name}: the responses are too short for drafts of {gamma} tokens")
-                break
-            yield Acceptance.from_rows(
-                rows.tolist(), name, verifier=verifier, idle=tally.row(gamma).idle, refusal=EACH_LENGTH, **facts
-            )
-
-
-class _Statistics:
-    """Statistics of the replayed responses, collected while they are iterated."""
-
-    def __init__(self) -> None:
-        self.truncated = self._repeated = self._prompt = 0
-
-    def count(self, responses: Iterator[Response]) -> Iterator[Response]:
-        for response in responses:
-            self.truncated += not response.ended
-            self._prompt += len(response.prompt)
-            self._repeated += len(response.prompt) - len(set(response.prompt))
-            yield response
-
-    @property
-    def random(self) -> bool:
-        """True if tokens of the prompts hardly repeat, unlike in text."""
-        return self._prompt >= 500 and self._repeated < 0.05 * self._prompt
-
-
 # -- output ------------------------------------------------------------------------------------------------------
 
 
@@ -500,18 +329,16 @@ def as_text(steps: Mapping[str, Sequence[Step]], remarks: Remarks) -> str:
 
 
 def _table(steps: Sequence[Step]) -> str:
-    contexts, measured = len({step.context for step in steps}) > 1, any(step.measured for step in steps)
     rows = []
     for step in steps:
-        cells = [str(step.batch_size), *([f"{step.context:g}"] if contexts else [])]
-        mark = "" if step.sure else " ?"
-        other = "" if step.runner_up is None else _pair(step.runner_up) + " ~" * step.close
-        rows.append([*cells, step.advice + mark, *_choice_cells(step.best), other])
-        if measured:
-            rows[-1].append(_pair(step.measured) if step.measured else "")
-    header = ["B", *["context"] * contexts, "advice", "drafter", "verifier", "gamma", "speed-up", "runner-up"]
-    header += ["measured best"] * measured
-    return Table(header, rows).text()
+        best = step.best
+        pair = [best.candidate.title, best.candidate.acceptance.verifier or "?", str(best.gamma)]
+        cells = [str(step.batch_size), f"{step.context or 0:g}", step.advice + " ?" * (not step.sure), *pair]
+        others = [_pair(step.runner_up) + " ~" * step.close, _pair(step.measured)]
+        rows.append([*cells, estimate_text(best.speed_up), *others])
+    header = ["B", "context", "advice", "drafter", "verifier", "gamma", "speed-up", "runner-up", "measured best"]
+    table = Table(header, rows).without_empty("measured best")
+    return (table if len({step.context for step in steps}) > 1 else table.without("context")).text()
 
 
 def schedule_text(schedule: Schedule) -> str:
@@ -536,15 +363,11 @@ def schedule_rows(schedule: Schedule) -> list[dict[str, Any]]:
     ]
 
 
-def _choice_cells(choice: Choice) -> list[str]:
-    candidate = choice.candidate
-    verifier = candidate.acceptance.verifier or "?"
-    return [candidate.title, verifier, str(choice.gamma), estimate_text(choice.speed_up)]
-
-
-def _pair(choice: Choice) -> str:
-    drafter, verifier, gamma, _ = _choice_cells(choice)
-    return f"{drafter} × {verifier}, {gamma}: {choice.speed_up.value:.2f}"
+def _pair(choice: Choice | None) -> str:
+    if choice is None:
+        return ""
+    pair = f"{choice.candidate.title} × {choice.candidate.acceptance.verifier or '?'}"
+    return f"{pair}, {choice.gamma}: {choice.speed_up.value:.2f}"
 
 
 def as_json(
@@ -570,8 +393,7 @@ def as_json(
         "remarks": {**kinds, "warnings": [*first, *remarks.warnings]},
     }
     if settings is not None and schedule is not None:
-        rows = [{**row, "speed_up": asdict(row["speed_up"])} for row in schedule_rows(schedule)]
-        report |= {"settings": settings.text, "schedule": rows}
+        report |= {"settings": settings.text, "schedule": schedule_rows(schedule)}
     return report
 
 
@@ -584,6 +406,6 @@ def _choice(choice: Choice) -> dict[str, Any]:
         "gamma": choice.gamma,
         "options": dict(acceptance.options),
         "source": acceptance.source,
-        "speed_up": asdict(choice.speed_up),
+        "speed_up": choice.speed_up,
         "tokens_per_second": choice.tokens_per_second,
     }

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from crossdraft import Argument, Command, Table, UsageError
 from crossdraft.framework.cli.options.run import ForceOptions, JsonOptions, output_folder
 from crossdraft.framework.cli.options.sampling import SamplingOptions
 from crossdraft.framework.cli.options.trust import TrustOptions
-from crossdraft.framework.contracts.command import Argument, Command
-from crossdraft.framework.errors import UsageError
 from crossdraft.framework.util.limits import MOST_SEED
 from crossdraft.framework.util.output_files import check_output, writing_output
+
+from ..report import Report
 
 if TYPE_CHECKING:
     from crossdraft.framework.contracts.sampling import Sampling
@@ -133,11 +134,9 @@ def _run(options: CertifyModel) -> int:
             file.write((json.dumps(records, indent=2) + "\n").encode("utf-8"))
         for number, (prompt, results) in enumerate(zip(prompts, results_by_prompt, strict=True), 1):
             _draw(options.out / f"prompt-{number}.png", prompt, results, decode, options.model, drafter)
-    if options.json_:
-        print(json.dumps(records, indent=2))
-    else:
-        for prompt, results, record in zip(prompts, results_by_prompt, records["prompts"], strict=True):
-            _print_table(prompt, results, record, options.draws)
+    tables = zip(prompts, results_by_prompt, records["prompts"], strict=True)
+    text = "".join(_table(*of_prompt, options.draws) + "\n\n" for of_prompt in tables)
+    Report(lambda: text.removesuffix("\n"), lambda: records).emit(options)
     return 1 if any(result.bad for results in results_by_prompt for result in results) else 0
 
 
@@ -207,10 +206,8 @@ def _most_probable(prompt: PromptDistributions) -> list[int]:
     return prompt.p.topk(min(SHOWN_TOKENS, int((prompt.p > 0).sum()))).indices.tolist()
 
 
-def _print_table(prompt: PromptDistributions, results: Sequence[Result], record: dict[str, Any], samples: int) -> None:
-    from crossdraft.framework.util.table import Table
-
-    print(
+def _table(prompt: PromptDistributions, results: Sequence[Result], record: dict[str, Any], samples: int) -> str:
+    title = (
         f"{prompt.text!r}: {samples:,} samples of the first token, {record['possible_tokens']:,} possible tokens; "
         f"TV of drafter and target {record['tv_of_drafter_and_target']:.3f}; "
         f"{record['samples_per_second']:,.0f} samples/s"
@@ -230,7 +227,7 @@ def _print_table(prompt: PromptDistributions, results: Sequence[Result], record:
         }
         for result in results
     ]
-    print(Table.of(rows).text(), end="\n\n")
+    return f"{title}\n{Table.of(rows).text()}"
 
 
 def _draw(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from crossdraft import Argument, Command, Table, UsageError
 from crossdraft.framework.cli.options.sampling import SamplingOptions
 from crossdraft.framework.cli.options.trust import TrustOptions
-from crossdraft.framework.contracts.command import Argument, Command
-from crossdraft.framework.errors import UsageError
 from crossdraft.framework.util.limits import LEAST_DEVIATION
-from crossdraft.framework.util.table import Table
+
+from ..report import Report
 
 if TYPE_CHECKING:
     from ..samples.foreign_samples import Decision, Distributions, Draws
@@ -69,7 +68,7 @@ class CertifySamples(SamplingOptions, TrustOptions, Command):
         if (self.file is None) == (self.questions is None or self.score is None):
             raise UsageError("give FILE, the draws to test; or --questions and --score of a task, to plan the draws")
         if self.file is None:
-            print(self._plan())
+            self._plan().emit(self)
             return 0
         self.trusted([self.model])
         from tqdm import tqdm
@@ -90,13 +89,10 @@ class CertifySamples(SamplingOptions, TrustOptions, Command):
                 first_tokens=self.first_tokens,
                 progress=bar.update,
             )
-        if self.json_:
-            print(json.dumps(_as_json(decision), indent=2))
-        else:
-            _print(decision)
+        Report(lambda: _text(decision), lambda: _as_json(decision)).emit(self)
         return EXIT[decision.verdict.outcome]
 
-    def _plan(self) -> str:
+    def _plan(self) -> Report:
         """The difference of scores that the task can show, and the draws that show or exclude the deviation."""
         from ..samples.sampler_verdict import POWER, ScorePlan, draws_to_exclude, draws_to_show
 
@@ -110,16 +106,15 @@ class CertifySamples(SamplingOptions, TrustOptions, Command):
         plan = ScorePlan(self.questions, self.score, self.changed)
         visible, needed = plan.visible, plan.needed(bias)
         exclude, show = draws_to_exclude(bias), draws_to_show(bias)
-        if self.json_:
-            fields = {"visible_difference": visible, "questions_needed": needed, "power": POWER}
-            return json.dumps(fields | {"draws_to_show": show, "draws_to_exclude": exclude}, indent=2)
+        data = {"visible_difference": visible, "questions_needed": needed, "power": POWER}
+        data |= {"draws_to_show": show, "draws_to_exclude": exclude}
         rows = [
             [f"score of {self.questions:,} questions", f"{100 * visible:.1f} points", f"{needed:,} questions, twice"],
             ["certify-samples", f"TV {bias:g} a token", f"{show:,} tokens"],
         ]
         columns = ["", "shows", f"to show a bias of {bias:g}"]
         grades = "independent answers" if self.changed is None else f"{100 * self.changed:g} % of the grades changing"
-        return (
+        text = (
             f"{Table(columns, rows).text()}\n"
             f"\nscore: with and without drafting, {self.score:g} right, {grades}, level 0.05, probability {POWER:g}\n"
             f"bias: a TV of {bias:g} at the token that decides an answer moves the score by at most "
@@ -127,6 +122,7 @@ class CertifySamples(SamplingOptions, TrustOptions, Command):
             f"draws: tokens of any responses, about {-(-show // 128):,} of 128 tokens; if the sampler is right, "
             f"{exclude:,} tokens exclude that bias"
         )
+        return Report(lambda: text, lambda: data)
 
     def _distributions(self, all_draws: Sequence[Draws], trees: Sequence[TokenTree]) -> Distributions:
         """The target's distribution at every position of the draws, from the file or from the model."""
@@ -195,7 +191,7 @@ def _fields(verdict: Verdict) -> dict[str, Any]:
     return fields
 
 
-def _print(decision: Decision) -> None:
+def _text(decision: Decision) -> str:
     verdict, first = decision.verdict, decision.first_tokens
     table = [
         {
@@ -208,38 +204,39 @@ def _print(decision: Decision) -> None:
         }
         for statistic in verdict.statistics
     ]
-    print(Table.of(table).text())
-    print(
+    lines = [
+        Table.of(table).text(),
         f"{verdict.draws:,} draws after {verdict.prefixes:,} prefixes; mean log P of the drawn tokens "
-        f"{verdict.log_p:.3f}, expected {verdict.expected_log_p:.3f}. TV is averaged over draws, bounds hold at 95 %."
-    )
+        f"{verdict.log_p:.3f}, expected {verdict.expected_log_p:.3f}. TV is averaged over draws, bounds hold at 95 %.",
+    ]
     if first is not None:
-        print(
+        lines.append(
             f"First tokens of sequences ({first.draws:,}) come from the prefill pass and do not count in the verdict "
             f"(--first-tokens includes them): {_sentence(first)}"
         )
     elif decision.has_next_tokens:
-        print(
+        lines.append(
             "The first token after a prompt comes from the prefill pass, without drafting; record sequences to test "
             "speculative decoding."
         )
-    print(_sentence(verdict))
+    lines.append(_sentence(verdict))
     if verdict.outcome != "yes":
-        return
+        return "\n".join(lines)
     text = (  # the deviations that it covers
         "This covers a different temperature, and shifts of probability between more and less probable tokens that are "
         "common to all prefixes (truncation, a mixture with a flatter or sharper distribution, tail against head)"
     )
     if verdict.each_prefix:
-        print(
+        lines.append(
             f"{text}, and shifts between the cells of each prefix: up to 16 groups of tokens of similar probability, "
             "the most probable ones in groups of one. Exchanges within a group are not covered."
         )
     else:
-        print(
+        lines.append(
             f"{text}. Deviations in opposite directions at different prefixes, and exchanges between tokens of similar "
             "probability, are not covered: they require many draws at each prefix."
         )
+    return "\n".join(lines)
 
 
 def _sentence(verdict: Verdict) -> str:

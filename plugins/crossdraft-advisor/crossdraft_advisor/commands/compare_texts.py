@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -17,7 +16,7 @@ from crossdraft.framework.contracts.command import Argument, Command
 from crossdraft.framework.errors import UsageError, quoted
 from crossdraft.framework.runs.labels import counted
 
-from . import right
+from ..report import Report, right
 
 if TYPE_CHECKING:
     import numpy as np
@@ -75,12 +74,8 @@ class CompareTexts(TrustOptions, JsonOptions, Command):
         dtype, tie = tie_of(target)
         results, near = compare_texts(pairs, target, tie)
         counts = Counter(result.verdict for result in results)
-        if self.json_:
-            rows = [asdict(result) for result in results]
-            report = {"dtype": dtype, "tie": tie, "near_ties": near, "counts": counts, "responses": rows}
-            print(json.dumps(report, indent=2))
-        else:
-            print(_text(results, target, dtype, tie, near))
+        data = {"dtype": dtype, "tie": tie, "near_ties": near, "counts": counts, "responses": results}
+        Report(lambda: _text(results, target, dtype, tie, near), lambda: data).emit(self)
         if counts["A"] or counts["B"] or counts["both"]:
             return 1
         return 3 if counts["prompt"] or counts["length"] else 0

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from pydantic import Field, model_validator
 
+from crossdraft import Argument, UsageError
 from crossdraft.framework.cli.options.machine import MachineOptions
-from crossdraft.framework.contracts.command import Argument
-from crossdraft.framework.errors import UsageError
 from crossdraft.framework.util.limits import MOST_TOKENS
 
 if TYPE_CHECKING:
@@ -30,11 +29,7 @@ class Costs(NamedTuple):
 
 
 class CostOptions(MachineOptions):
-    """Options of the cost of a step; those of a command that inherits from this.
-
-    Raises:
-        UsageError: options that cannot be combined.
-    """
+    """Options of the cost of a step. Raises UsageError for options that cannot be combined."""
 
     target: Annotated[str, Argument("MODEL", group=_GROUP)] = Field(
         "", description="target measured by crossdraft cost; with --on its config.json"

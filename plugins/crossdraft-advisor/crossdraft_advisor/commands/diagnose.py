@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from crossdraft import Argument, Command, Sampling, UsageError
 from crossdraft.framework.cli.options.run import JsonOptions
 from crossdraft.framework.cli.options.sampling import SamplingOptions
 from crossdraft.framework.cli.options.trust import TrustOptions
-from crossdraft.framework.contracts.command import Argument, Command
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.errors import UsageError
 from crossdraft.framework.util.limits import MOST_PROMPTS, MOST_REPLAYED, MOST_TOKENS
 
 from ..engines.counter_definitions import DEFINITIONS
-from . import log
-from .baseline_responses import baseline_responses, duration
+from ..replay.baseline_responses import baseline_responses, duration
+from ..report import Report, log
 
 if TYPE_CHECKING:
     from crossdraft.framework.api.build import Configured
-    from crossdraft.framework.contracts.models import Checkpoint
 
+    from ..diagnosis.readings import Setup
     from ..diagnosis.trials import Trial
     from ..replay.response import Response
-    from ..replay.teacher_forcing.lazy_models import Target
 
 _COUNTERS = "what an engine counted (without a model)"
 
@@ -92,7 +89,7 @@ class Diagnose(SamplingOptions, TrustOptions, JsonOptions, Command):
         from ..diagnosis.counters import signatures_of
 
         if not self.target:
-            print(signatures_of(self.counters, {}, self.json_))
+            signatures_of(self.counters).emit(self)
             return 0
         from crossdraft.framework.api.build import configured
         from crossdraft.framework.recipe.recipe import Strategy
@@ -101,12 +98,12 @@ class Diagnose(SamplingOptions, TrustOptions, JsonOptions, Command):
 
         strategy = Strategy.parse(self.drafter, "--drafter")
         drafter = configured("drafters", {"name": strategy.name, **strategy.config})
-        print(files_of(drafter, self.target, self.json_) if self.files else _replayed(self, drafter))
+        (files_of(drafter, self.target) if self.files else _replayed(self, drafter)).emit(self)
         return 0
 
 
-def _replayed(args: Diagnose, drafter: Configured) -> str:
-    """Replay the drafter with mistakes undone, one at a time: text or JSON.
+def _replayed(args: Diagnose, drafter: Configured) -> Report:
+    """Replay the drafter with mistakes undone, one at a time.
 
     Raises UsageError: a drafter that cannot be replayed, or sources that cannot be read.
     """
@@ -135,7 +132,9 @@ def _replayed(args: Diagnose, drafter: Configured) -> str:
     cls, config = drafter
     reads_states, name = cls.traits(config, Sampling()).hidden_layers, getattr(config, "model", None)
     heads = load_checkpoint(name) if reads_states and isinstance(name, str) else None
-    trials = list(_trials(args, drafter, target, heads, recorded, options, continued))
+    responses = _responses(args, target.sampling) if recorded is None else recorded
+    setup = Setup(drafter, heads, target, responses, args.or_model, continued)
+    trials = list(_trials(args, setup, recorded is None, options))
     results: list[TrialResult] = []
     start = time.perf_counter()
     for result in run_trials(drafter, trials, gamma, definition):
@@ -153,13 +152,15 @@ def _replayed(args: Diagnose, drafter: Configured) -> str:
     matched = match(results, counted[0][1], own=own) if counted else None
     if matched is not None:
         facts += report.limits(results, target.name, cls.name)
-    if args.json_:
-        return report.report_json(results, facts, matched)
-    parts = [report.trials_text(results)]
-    if matched is not None:
-        parts = [likelihoods(matched.assessments, 12), report.matched_text(matched)]
-    lines = report.conclusion_lines(results, facts, matched is None)
-    return "\n\n".join([*parts, *(["\n".join(lines)] if lines else [])])
+
+    def text() -> str:
+        parts = [report.trials_text(results)]
+        if matched is not None:
+            parts = [likelihoods(matched.assessments, 12), report.matched_text(matched)]
+        lines = report.conclusion_lines(results, facts, matched is None)
+        return "\n\n".join([*parts, *(["\n".join(lines)] if lines else [])])
+
+    return Report(text, lambda: report.report_json(results, facts, matched))
 
 
 def _recorded(args: Diagnose) -> tuple[list[Response] | None, Sampling, str]:
@@ -178,25 +179,17 @@ def _recorded(args: Diagnose) -> tuple[list[Response] | None, Sampling, str]:
     return list(responses), sampling, reader.model
 
 
-def _trials(
-    args: Diagnose,
-    drafter: Configured,
-    target: Target,
-    heads: Checkpoint | None,
-    recorded: Sequence[Response] | None,
-    options: dict[str, Any],
-    continued: Callable[[Sequence[Response], Target], Sequence[Response]],
-) -> Iterator[Trial]:
+def _trials(args: Diagnose, setup: Setup, decoded: bool, options: dict[str, Any]) -> Iterator[Trial]:
+    """Yield the readings, and what template and precision change; ``decoded``: the responses are of this call."""
     from crossdraft.framework.contracts.misconfiguration import Misconfiguration
 
-    from ..diagnosis.readings import OF_FILES, READINGS, Setup, readings
+    from ..diagnosis.readings import OF_FILES, READINGS, readings
     from ..diagnosis.trials import Trial
     from ..replay.teacher_forcing.lazy_models import Target
 
-    responses = _responses(args, target.sampling) if recorded is None else recorded
-    setup = Setup(drafter, heads, target, responses, args.or_model, continued)
+    target = setup.target
     yield from readings(setup, READINGS if args.counters else OF_FILES)
-    if recorded is None and getattr(target.loaded.tokenizer, "chat_template", None):
+    if decoded and getattr(target.loaded.tokenizer, "chat_template", None):
         raw = _responses(args, target.sampling, chat=False)
         mistake = "the drafter was trained without the chat template of the prompts"
         yield Trial(Misconfiguration(mistake, "send prompts as plain text, or train it on conversations"), target, raw)
@@ -207,7 +200,7 @@ def _trials(
         if args.counters:
             mistake = f"the server computes in float32, not in {precision}"
         # The recorded log-probabilities are those at the lower precision.
-        unknown = continued([replace(response, log_p=None) for response in responses], exact)
+        unknown = setup.continued([replace(response, log_p=None) for response in setup.responses], exact)
         yield Trial(Misconfiguration(mistake, "run them with --dtype float32"), exact, unknown)
 
 

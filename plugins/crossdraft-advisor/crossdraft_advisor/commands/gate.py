@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -10,10 +9,10 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from crossdraft import Argument, Command, Table, UsageError
 from crossdraft.framework.cli.options.run import JsonOptions, one_run
-from crossdraft.framework.contracts.command import Argument, Command
 from crossdraft.framework.cost.load_run import FinishedRun
-from crossdraft.framework.errors import UsageError, printable
+from crossdraft.framework.errors import printable
 from crossdraft.framework.metrics.cell_metrics import sums_by_prompt, uncut_steps
 from crossdraft.framework.metrics.intervals import LEAST_PIECES
 from crossdraft.framework.report.comparison import compare_runs
@@ -21,12 +20,11 @@ from crossdraft.framework.runs.labels import group_title
 from crossdraft.framework.util.estimate import change_text, percent_text
 from crossdraft.framework.util.input_files import kind_of, parse_json, path_of, read_text
 from crossdraft.framework.util.limits import METRICS_BYTES
-from crossdraft.framework.util.table import Table
 
 from ..engines.acceptance import Acceptance
 from ..engines.formats import read_acceptances
-from ..gate import POWER, GateCheck, Sample, checked, planned, relative
-from . import right
+from ..gate import POWER, GateCheck, Sample, checked, planned
+from ..report import Report, right
 
 EXIT = {"pass": 0, "drop": 1, "undecided": 3}  # exit codes; 2 is reserved for usage errors
 VERDICTS = {"pass": "pass", "drop": "drop", "undecided": "too few prompts"}  # verdicts as printed
@@ -60,20 +58,17 @@ class Gate(JsonOptions, Command):
         checks, remarks = _checks(self.baseline, self.current, drop)
         outcomes = {check.outcome for check in checks}
         outcome = next(name for name in ("drop", "undecided", "pass") if name in outcomes)
-        if self.json_:
-            pairs = [
-                asdict(check) | {"detectable": check.detectable, "needed": check.needed, "verdict": check.outcome}
-                for check in checks
-            ]
-            print(json.dumps({"verdict": outcome, "power": POWER, "pairs": pairs, "remarks": remarks}, indent=2))
-        else:
-            paired = (
-                "of the same prompts" if all(check.paired for check in checks) else f"of independent {checks[0].unit}"
-            )
-            paired = "of two independent measurements" if checks[0].current is None else paired
-            detects = f"the smallest drop that fails with a probability of {POWER:.1f}, by the differences {paired}"
-            table, lines = _table(checks, drop), [f"detects: {detects}", *remarks, _verdict(checks, drop, outcome)]
-            print(table.render("markdown" if self.markdown else "text") + "\n\n" + "\n".join(lines))
+        pairs = [
+            asdict(check) | {"detectable": check.detectable, "needed": check.needed, "verdict": check.outcome}
+            for check in checks
+        ]
+        data = {"verdict": outcome, "power": POWER, "pairs": pairs, "remarks": remarks}
+        paired = "of the same prompts" if all(check.paired for check in checks) else f"of independent {checks[0].unit}"
+        paired = "of two independent measurements" if checks[0].current is None else paired
+        detects = f"the smallest drop that fails with a probability of {POWER:.1f}, by the differences {paired}"
+        lines = "\n".join([f"detects: {detects}", *remarks, _verdict(checks, drop, outcome)])
+        table = _table(checks, drop).render("markdown" if self.markdown else "text")
+        Report(lambda: f"{table}\n\n{lines}", lambda: data).emit(self)
         return EXIT[outcome]
 
 
@@ -121,7 +116,8 @@ def _compared(baseline: FinishedRun, current: FinishedRun, drop: float) -> tuple
         if before is None or after is None or pair.difference is None:
             continue
         title = f"{pair.drafter} × {pair.verifier}, {pair.setting}"
-        checks.append(relative(title, before, after, pair.difference, pair.prompts, drop))
+        change = pair.difference.scaled(1 / before.value)
+        checks.append(GateCheck(title, before, after, change, pair.prompts, "prompts", True, drop))
     if not checks:
         raise UsageError(
             f"{comparison.runs[0]} has no steps with room for a whole draft; run both with a greater max_new_tokens"

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from crossdraft import Argument, Command, Estimate, Table, UsageError
 from crossdraft.framework.cli.options.run import JsonOptions
 from crossdraft.framework.cli.options.trust import TrustOptions
-from crossdraft.framework.contracts.command import Argument, Command
-from crossdraft.framework.errors import UsageError
 from crossdraft.framework.metrics.columns import SIMULATION_COLUMNS
 from crossdraft.framework.runs.labels import counted
-from crossdraft.framework.util.estimate import Estimate, estimate_text, spread
+from crossdraft.framework.util.estimate import estimate_text, spread
 from crossdraft.framework.util.input_files import kind_of
 from crossdraft.framework.util.limits import (
     MOST_DEVICES,
@@ -26,9 +24,8 @@ from crossdraft.framework.util.limits import (
     MOST_ROWS,
     MOST_TOKENS,
 )
-from crossdraft.framework.util.table import Table
 
-from . import right
+from ..report import Report, right
 from .costs import CostOptions
 
 if TYPE_CHECKING:
@@ -175,13 +172,8 @@ class Simulate(CostOptions, TrustOptions, JsonOptions, Command):
             )
         ]
         _remark(self, pool, remarks)
-        if self.json_:
-            report = {"title": title, "results": list(map(asdict, results)), "remarks": asdict(remarks)}
-            print(json.dumps(report, indent=2))
-        elif self.csv:
-            print(Table.of(map(_row, results)).csv())
-        else:
-            print(as_text(title, results, remarks))
+        data = {"title": title, "results": results, "remarks": remarks}
+        Report(lambda: as_text(title, results, remarks), lambda: data, lambda: map(_row, results)).emit(self)
         return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -10,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from crossdraft import Argument, Command, Table, UsageError
 from crossdraft.framework.cli.options.run import JsonOptions
 from crossdraft.framework.cli.options.trust import ProgramOptions, TrustOptions
-from crossdraft.framework.contracts.command import Argument, Command
-from crossdraft.framework.errors import UsageError
 from crossdraft.framework.util.limits import LEAST_DEVIATION
-from crossdraft.framework.util.table import Table
+
+from ..report import Report
 
 if TYPE_CHECKING:
     from crossdraft.framework.runs.records import Outcome
@@ -76,7 +75,7 @@ class VerifyEngine(TrustOptions, ProgramOptions, JsonOptions, Command):
                 {"deviation": self.deviation, "seed": self.seed},
             )
             checks.append(check_cell(result, path, scrapes, loaded[key], **options, trust=consent))
-        print(json.dumps(_json(checks, failed), indent=2) if self.json_ else _text(checks, failed))
+        Report(lambda: _text(checks, failed), lambda: _json(checks, failed)).emit(self)
         outcomes = {check.outcome for check in checks} | ({"no"} if failed else set())
         return EXIT["no" if "no" in outcomes else "undecided" if "undecided" in outcomes else "yes"]
 
@@ -124,43 +123,24 @@ def _sampling(config: Any) -> str:
 
 
 def _text(checks: list[CellCheck], failed: list[str]) -> str:
-    table = [
-        {
-            "engine": check.config.engine.title if check.config.engine else "",
-            "drafter": check.config.drafter.title,
-            "verifier": check.config.verifier.title,
-            "sampling": _sampling(check.config),
-            "B": check.config.batch_size,
-            "steps as replayed": _steps(check),
-            "counted": _counters(check),
-            "text or distribution": _distribution(check),
-            "verdict": check.outcome,
-        }
-        for check in checks
-    ]
-    lines = [Table.of(table).text()] if table else []
+    table, reasons = [], []
     for check in checks:
-        lines += _reasons(check)
+        config, steps, shown, counted = check.config, check.steps, "-", "-"
+        if steps is not None:
+            shown = f"{steps.accepted:.0f} accepted, {steps.expected:.1f} expected (p = {steps.p_value:.2g})"
+            shown = f"{steps.equal} of {steps.steps}" if steps.decided == steps.steps else shown
+        if check.counters is not None:
+            low, high = check.counters.bounds(1.96)
+            expected = f"{low:.0f}" if high - low < 0.5 else f"{low:.0f} to {high:.0f}"
+            counted = f"{check.counters.accepted:.0f}, replay {expected}"
+        row: dict[str, Any] = {"engine": config.engine.title if config.engine else "", "drafter": config.drafter.title}
+        row |= {"verifier": config.verifier.title, "sampling": _sampling(config), "B": config.batch_size}
+        row |= {"steps as replayed": shown, "counted": counted, "text or distribution": _distribution(check)}
+        table.append(row | {"verdict": check.outcome})
+        reasons += _reasons(check)
+    lines = [*([Table.of(table).text()] if table else []), *reasons]
     lines += [f"failed: {text}" for text in failed]
     return "\n".join(lines)
-
-
-def _steps(check: CellCheck) -> str:
-    steps = check.steps
-    if steps is None:
-        return "-"
-    if steps.decided == steps.steps:
-        return f"{steps.equal} of {steps.steps}"
-    return f"{steps.accepted:.0f} accepted, {steps.expected:.1f} expected (p = {steps.p_value:.2g})"
-
-
-def _counters(check: CellCheck) -> str:
-    counters = check.counters
-    if counters is None:
-        return "-"
-    low, high = counters.bounds(1.96)
-    expected = f"{low:.0f}" if high - low < 0.5 else f"{low:.0f} to {high:.0f}"
-    return f"{counters.accepted:.0f}, replay {expected}"
 
 
 def _distribution(check: CellCheck) -> str:
@@ -226,15 +206,7 @@ def _json(checks: list[CellCheck], failed: list[str]) -> dict[str, Any]:
     for check in checks:
         row: dict[str, Any] = {"config": check.config.model_dump(mode="json"), "verdict": check.outcome}
         if check.steps is not None:
-            steps = asdict(check.steps)
-            row["steps"] = steps | {
-                "at_least": check.steps.at_least.tolist(),
-                "expected_at_least": check.steps.expected_at_least.tolist(),
-                "p_value": check.steps.p_value,
-            }
-        row["counters"] = None if check.counters is None else asdict(check.counters)
-        row["text"] = None if check.text is None else asdict(check.text)
-        row["distribution"] = None if check.distribution is None else asdict(check.distribution)
-        row["first_unequal_step"] = None if check.first is None else asdict(check.first)
-        rows.append(row | {"draws_to_show": check.draws_to_show})
+            row["steps"] = asdict(check.steps) | {"p_value": check.steps.p_value}
+        row |= {"counters": check.counters, "text": check.text, "distribution": check.distribution}
+        rows.append(row | {"first_unequal_step": check.first, "draws_to_show": check.draws_to_show})
     return {"cells": rows, "failed": failed}

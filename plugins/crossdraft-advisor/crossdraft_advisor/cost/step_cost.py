@@ -19,8 +19,7 @@ import numpy as np
 import yaml
 from scipy import optimize, special
 
-from crossdraft.framework.errors import UsageError
-from crossdraft.framework.util.estimate import Estimate
+from crossdraft import Estimate, UsageError
 
 #: Degrees of freedom of the error of one measured ratio.
 _NOISE_FREEDOM = 3.0
@@ -180,10 +179,6 @@ class StepCost:
         log_a, log_b, _ = _grid(self.prior)
         plain, log_weights = self._log_plain
         return self._estimate(_log_line(log_a, log_b, gamma) + plain, log_weights)
-
-    def speed_up(self, tokens: Estimate, gamma: int) -> Estimate:
-        """Speed-up over plain decoding of steps that emit ``tokens``; at most ``gamma + 1``."""
-        return speed_up_of(tokens, self.ratio(gamma), gamma + 1.0)
 
     @property
     def _noise(self) -> float:

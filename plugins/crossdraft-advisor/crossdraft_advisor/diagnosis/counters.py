@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from crossdraft.framework.util.table import Table
 
 from ..engines.acceptance import Acceptance
 from ..engines.formats import CounterSource, read_acceptances
+from ..report import Report
 from .hypothesis import CLEAR_SHARE, NONE, Assessment, Counts, assess
 from .signatures import CIRCUMSTANCES, HEALTHY, counts_of, in_order, signatures
 
@@ -44,11 +44,8 @@ def read_counters(texts: Sequence[str]) -> list[tuple[CounterSource, Acceptance]
     return in_order(counted)
 
 
-def signatures_of(texts: Sequence[str], names: Mapping[str, str], as_json: bool) -> str:
-    """The catalogue of signatures with their likelihoods, as text or JSON.
-
-    ``names``: placeholder in the command lines of checks -> the value that is known.
-    """
+def signatures_of(texts: Sequence[str]) -> Report:
+    """The catalogue of signatures with their likelihoods."""
     if len(texts) > 2:
         raise UsageError(f"--counters compares one or two sources, not {len(texts)}; give the two that differ most")
     counted = read_counters(texts)
@@ -57,17 +54,15 @@ def signatures_of(texts: Sequence[str], names: Mapping[str, str], as_json: bool)
     labels = [item.source for _, item in counted] if len(counted) > 1 else [""]
     counts = [counts_of(item, label, reference) for (_, item), label in zip(counted, labels, strict=True)]
     assessments = assess(list(signatures(sources, reference.gamma)), counts)
-    checks = {"FILE": sources[-1].source, **names}
+    checks = {"FILE": sources[-1].source}  # placeholder in the command lines of checks -> its value
     served = [(source.source, source.model, acceptance.format.partition(":")[0]) for source, acceptance in counted]
     warnings = list(differences(*served)) if len(served) > 1 else []
-    if as_json:
-        hypotheses = [assessment_json(item, checks) for item in assessments]
-        return json.dumps({"hypotheses": hypotheses, "warnings": warnings})
+    data = {"hypotheses": [assessment_json(item, checks) for item in assessments], "warnings": warnings}
     lines = [*(f"Warning: {text}." for text in warnings), _conclusion(assessments, sources, checks)]
     if assessments[0].hypothesis.name == HEALTHY and reference.gamma > 1:
         lines += [f"{item.label + ': ' if item.label else ''}{_mean_over_positions(item)}" for item in counts]
-    conclusion = "\n".join(lines)
-    return "\n\n".join([_sources(counted), likelihoods(assessments), conclusion])
+    parts = [_sources(counted), likelihoods(assessments), "\n".join(lines)]
+    return Report(lambda: "\n\n".join(parts), lambda: data)
 
 
 def _sources(counted: Sequence[tuple[CounterSource, Acceptance]]) -> str:

@@ -199,13 +199,18 @@ class Assessment:
 
 def assess(hypotheses: Sequence[Hypothesis], sources: Sequence[Counts], none: Hypothesis = NONE) -> list[Assessment]:
     """The hypotheses and ``none``, that none of them is true, with their likelihoods, the most likely first."""
-    assessments = [_assessment(hypothesis, sources) for hypothesis in (*hypotheses, none)]
+    assessments = []
+    for hypothesis in (*hypotheses, none):
+        shifts = hypothesis.shifts if len(sources) > 1 else hypothesis.shifts[:1]
+        results = [_forward(curve, shift, sources) for curve in hypothesis.curves for shift in shifts]
+        likelihood = float(np.logaddexp.reduce([value for value, _ in results])) - math.log(len(results))
+        assessments.append(Assessment(hypothesis, likelihood + hypothesis.evidence, max(results)[1]))
     with np.errstate(divide="ignore"):
         priors = np.log([item.hypothesis.prior for item in assessments])
     logs = priors + [item.log_likelihood for item in assessments]
     shares = np.exp(logs - np.logaddexp.reduce(logs)).tolist()
-    results = [replace(item, share=share) for item, share in zip(assessments, shares, strict=True)]
-    return sorted(results, key=lambda assessment: (assessment.share, assessment.log_likelihood), reverse=True)
+    shared = [replace(item, share=share) for item, share in zip(assessments, shares, strict=True)]
+    return sorted(shared, key=lambda assessment: (assessment.share, assessment.log_likelihood), reverse=True)
 
 
 def not_excluded(assessments: Sequence[Assessment]) -> list[Hypothesis]:
@@ -214,13 +219,6 @@ def not_excluded(assessments: Sequence[Assessment]) -> list[Hypothesis]:
     if best.share >= CLEAR_SHARE:
         return [best.hypothesis]
     return [item.hypothesis for item in assessments if item.share * _ALIKE > best.share]
-
-
-def _assessment(hypothesis: Hypothesis, sources: Sequence[Counts]) -> Assessment:
-    shifts = hypothesis.shifts if len(sources) > 1 else hypothesis.shifts[:1]
-    results = [_forward(curve, shift, sources) for curve in hypothesis.curves for shift in shifts]
-    likelihood = float(np.logaddexp.reduce([value for value, _ in results])) - math.log(len(results))
-    return Assessment(hypothesis, likelihood + hypothesis.evidence, max(results)[1])
 
 
 def _forward(curve: Curve, shift: Shift, sources: Sequence[Counts]) -> tuple[float, str]:

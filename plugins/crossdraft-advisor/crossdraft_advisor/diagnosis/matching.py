@@ -23,7 +23,7 @@ from scipy.stats import norm, t
 
 from crossdraft.framework.util.estimate import Estimate
 
-from ..engines.acceptance import Acceptance
+from ..engines.acceptance import Acceptance, conditional_rates
 from ..replay.engine_counts import EngineCounts
 from .hypothesis import Around, Assessment, Counts, Curve, Hypothesis, Known, assess, not_excluded
 from .signatures import counts_of, faulty_shapes
@@ -110,7 +110,9 @@ class Match:
         """
         results, needed = [self.results[name] for name in self.named() if name in self.results], 0.0
         for other in results[1:]:
-            first, second = (np.clip(_conditional(result), 1e-3, 1 - 1e-3) for result in (results[0], other))
+            first, second = (
+                np.clip(conditional_rates(_rates(result)), 1e-3, 1 - 1e-3) for result in (results[0], other)
+            )
             divergence = first * np.log(first / second) + (1 - first) * np.log((1 - first) / (1 - second))
             counts = results[0].counts
             assert counts is not None
@@ -146,9 +148,11 @@ def match(results: Sequence[TrialResult], acceptance: Acceptance, *, own: bool |
         if result.counts is not None and result.counts.drafts
     }
     counted = counts_of(acceptance)
-    random = any(result.counts.random for result in replayed.values() if result.counts is not None)
+    all_counts = [result.counts for result in replayed.values() if result.counts is not None]
+    random = any(counts.random for counts in all_counts)
     if own is None:
-        own = any(_same_tokens(counted, result.counts) for result in replayed.values())
+        theirs, ours = sum(counted.at_least), [counts.drafts + counts.accepted for counts in all_counts]
+        own = any(abs(theirs - tokens) <= _SAME_TOKENS * tokens for tokens in ours)
     precision = OTHER if not own else OWN if random else EXACT
     intervals = {name: _interval(result, counted, precision) for name, result in replayed.items()}
     assessments = _assessed(replayed, intervals, counted, precision)
@@ -249,19 +253,6 @@ def _rates(result: TrialResult) -> np.ndarray:
     """Pr(tau >= i) of a replay, i = 1, 2, .. ."""
     assert result.counts is not None
     return result.counts.per_position / result.counts.drafts
-
-
-def _conditional(result: TrialResult) -> np.ndarray:
-    """Conditional acceptance rates of a replay; 0 at positions that no draft reached."""
-    marginal = np.array([1.0, *_rates(result)])
-    return np.divide(marginal[1:], marginal[:-1], out=np.zeros(len(marginal) - 1), where=marginal[:-1] > 0)
-
-
-def _same_tokens(counted: Counts, counts: EngineCounts | None) -> bool:
-    if counts is None:
-        return False
-    theirs, ours = sum(counted.at_least), counts.drafts + counts.accepted
-    return abs(theirs - ours) <= _SAME_TOKENS * ours
 
 
 def _known(counts: EngineCounts | None, precision: _Precision) -> Known:

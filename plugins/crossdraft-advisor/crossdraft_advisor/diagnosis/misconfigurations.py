@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from crossdraft import Checkpoint, Misconfiguration
 from crossdraft.drafters.heads.config_keys import FEEDS_NORMED
 from crossdraft.drafters.heads.eagle_weights import merged_config, with_options
 from crossdraft.drafters.heads.rotary import INTERLEAVED, interleaved
-from crossdraft.framework.contracts.misconfiguration import Misconfiguration
-from crossdraft.framework.contracts.models import Checkpoint
 
 _BASES = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0)  # rotary bases of published models
 _EMBEDDING = "embed_tokens.weight"
@@ -189,12 +188,8 @@ def _embedding_scales(checkpoint: Checkpoint, target: Any) -> Iterator[Misconfig
         yield Misconfiguration(
             f"the embedding lacks a scale: the heads were trained with it {text} the root of its width",
             f"add the scaled embedding to the heads' tensors, as {name}",
-            change=partial(_scaled, name=name, weight=weight, factor=factor),
+            change=lambda heads, factor=factor: heads.with_tensors({name: weight.detach().cpu() * factor}),
         )
-
-
-def _scaled(heads: Checkpoint, name: str, weight: Tensor, factor: float) -> Checkpoint:
-    return heads.with_tensors({name: weight.detach().cpu() * factor})
 
 
 def _swapped_inputs(checkpoint: Checkpoint, target: Any) -> Iterator[Misconfiguration]:

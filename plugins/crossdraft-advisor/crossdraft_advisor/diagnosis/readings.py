@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from crossdraft import Checkpoint, Misconfiguration, generate
 from crossdraft.drafters.heads.features import FeatureDrafter
 from crossdraft.framework.api.build import Configured
-from crossdraft.framework.api.generate import generate
-from crossdraft.framework.contracts.misconfiguration import Misconfiguration
-from crossdraft.framework.contracts.models import TRANSFORMERS, Checkpoint
+from crossdraft.framework.contracts.models import TRANSFORMERS
 
 from ..replay.response import Response
 from ..replay.teacher_forcing.lazy_models import Target

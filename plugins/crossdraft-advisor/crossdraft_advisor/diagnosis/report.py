@@ -8,10 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from crossdraft import Checkpoint, Sampling, Table, UsageError, load_tokenizer
 from crossdraft.framework.api.build import Configured
-from crossdraft.framework.contracts.models import TRANSFORMERS, Checkpoint
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.errors import UsageError, quoted
+from crossdraft.framework.contracts.models import TRANSFORMERS
+from crossdraft.framework.errors import quoted
 from crossdraft.framework.metrics.intervals import LEAST_PIECES
 from crossdraft.framework.models.checkpoint import load_checkpoint
 from crossdraft.framework.models.configs import read_config
@@ -19,12 +19,11 @@ from crossdraft.framework.models.digests import model_sha256
 from crossdraft.framework.models.load import same_tokenizer
 from crossdraft.framework.models.resolve import resolve
 from crossdraft.framework.models.shared_embedding import shared_embedding_of
-from crossdraft.framework.models.tokenizer import load_tokenizer
 from crossdraft.framework.util.estimate import estimate_text
 from crossdraft.framework.util.input_files import read_json
 from crossdraft.framework.util.limits import CONFIG_BYTES
-from crossdraft.framework.util.table import Table
 
+from ..report import Report
 from .counters import assessment_json
 from .engine_keys import Reading, engine_keys, further_keys, readings, value_of
 from .matching import CONFIGURED, LEVEL, UNLISTED, Match
@@ -53,7 +52,7 @@ def limits(results: Sequence[TrialResult], target: str, drafter: str) -> Iterato
     )
 
 
-def report_json(results: Sequence[TrialResult], facts: Sequence[str], matched: Match | None) -> str:
+def report_json(results: Sequence[TrialResult], facts: Sequence[str], matched: Match | None) -> dict[str, Any]:
     open_questions = [result.misconfiguration.mistake for result in inconclusive(results)]
     report: dict[str, Any] = {
         "facts": facts,
@@ -65,7 +64,7 @@ def report_json(results: Sequence[TrialResult], facts: Sequence[str], matched: M
     if matched is not None:
         report["hypotheses"] = [assessment_json(item, {}) for item in matched.assessments]
         report |= {"own_responses": matched.own, "named": matched.named(), "unexplained": matched.unexplained}
-    return json.dumps(report)
+    return report
 
 
 def matched_text(matched: Match) -> str:
@@ -92,8 +91,11 @@ def matched_text(matched: Match) -> str:
             lines.append("A fault that changes acceptance by less than this interval does not show in these counters.")
     else:
         verb = "may be" if len(named) > 1 else "is"
-        position = _telling_position(matched, name)
-        would_be = ""
+        position, would_be = 1, ""  # the position that differs most from the drafter as configured
+        both = [results[key].counts for key in (CONFIGURED, name) if key in results]
+        if len(both) == 2 and both[0] is not None and both[1] is not None:
+            first, second = (counts.per_position / counts.drafts for counts in both if counts is not None)
+            position = int(abs(first - second).argmax()) + 1
         if CONFIGURED in results:
             gives = estimate_text(matched.expected(CONFIGURED, position), digits=3)
             would_be = f"; as configured it would be {gives}"
@@ -122,15 +124,6 @@ def _next_check(matched: Match) -> str:
     if needed is None:
         return "how the engine reads the files (--files); on such texts the counters are the same"
     return f"how the engine reads the files (--files), or about {needed} counted responses"
-
-
-def _telling_position(matched: Match, name: str) -> int:
-    """The position at which a reading differs most from the drafter as configured; 1 if they are the same."""
-    ours, theirs = (matched.results.get(key) for key in (CONFIGURED, name))
-    if ours is None or theirs is None or ours.counts is None or theirs.counts is None:
-        return 1
-    rates = [result.per_position / result.drafts for result in (ours.counts, theirs.counts)]
-    return int(abs(rates[0] - rates[1]).argmax()) + 1
 
 
 def _json(result: TrialResult) -> dict[str, Any]:
@@ -223,8 +216,8 @@ def target_facts(heads: Checkpoint, target: str, digest: str) -> list[str]:
     return facts
 
 
-def files_of(drafter: Configured, target: str, as_json: bool) -> str:
-    """The keys of a head that change what it computes, as engines read them, as text or JSON.
+def files_of(drafter: Configured, target: str) -> Report:
+    """The keys of a head that change what it computes, as engines read them.
 
     A draft model has no such keys: of its files, the tokenizer and the facts about its training are compared.
 
@@ -244,10 +237,9 @@ def files_of(drafter: Configured, target: str, as_json: bool) -> str:
     if own_model:
         tokenizers = [load_tokenizer(name).tokenizer for name in (model, target)]
         facts.append(same_tokenizer(*tokenizers) or "the tokenizers of draft model and target are equal")
-        if as_json:
-            return json.dumps({"facts": facts, "absent": [], "keys": [], "further_keys": {}})
         line = f"Engines load the model of '{name}' as any other one: it has no keys of heads that they could misread."
-        return "\n".join([*(f"Note: {fact}." for fact in facts), line])
+        text = "\n".join([*(f"Note: {fact}." for fact in facts), line])
+        return Report(lambda: text, lambda: {"facts": facts, "absent": [], "keys": [], "further_keys": {}})
     config = read_config(Path(resolved.path)) if resolved.backend == TRANSFORMERS else {}
     depth = (config.get("text_config") or config).get("num_hidden_layers", 0)
     treatments = list(readings(heads, name, depth))
@@ -257,13 +249,13 @@ def files_of(drafter: Configured, target: str, as_json: bool) -> str:
         if name in release.drafters
     ]
     others = dict(further_keys(heads.config, name))
-    if as_json:
-        keys = [{**asdict(reading), "misread": reading.misread} for reading in treatments]
-        return json.dumps({"facts": facts, "absent": absent, "keys": keys, "further_keys": others}, default=str)
+    keys = [{**asdict(reading), "misread": reading.misread} for reading in treatments]
+    notes, data = [*facts], {"facts": facts, "absent": absent, "keys": keys, "further_keys": others}
     if others:
         shown = ", ".join(f"{key} {json.dumps(value, default=str)[:60]}" for key, value in others.items())
-        facts.append(f"further keys that change what the head computes, without facts about engines: {shown}")
-    return "\n\n".join([_keys_table(heads, name, treatments), _keys_conclusion(treatments, [*facts, *absent])])
+        notes.append(f"further keys that change what the head computes, without facts about engines: {shown}")
+    parts = [_keys_table(heads, name, treatments), _keys_conclusion(treatments, [*notes, *absent])]
+    return Report(lambda: "\n\n".join(parts), lambda: data)
 
 
 def _keys_table(heads: Checkpoint, name: str, treatments: Sequence[Reading]) -> str:

@@ -10,7 +10,7 @@ from scipy.special import logit
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.metrics.shorter_drafts import shorter_drafts
 
-from ..engines.acceptance import Acceptance
+from ..engines.acceptance import Acceptance, conditional_rates
 from ..engines.formats import CounterSource
 from .hypothesis import Counts, Hypothesis, Level, Shift, Walk
 
@@ -146,6 +146,4 @@ def counts_of(acceptance: Acceptance, label: str = "", reference: Acceptance | N
 
 def _logits(marginal: np.ndarray) -> np.ndarray:
     """Conditional rates as logit h_i, cut to rates from 0.001 to 0.999."""
-    before = np.concatenate([[1.0], marginal[:-1]])
-    rates = np.divide(marginal, before, out=np.zeros_like(marginal), where=before > 0)
-    return logit(np.clip(rates, 0.001, 0.999))
+    return logit(np.clip(conditional_rates(marginal), 0.001, 0.999))

@@ -10,11 +10,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from crossdraft import CrossdraftError, Estimate, Misconfiguration, UsageError
 from crossdraft.framework.api.build import Configured
-from crossdraft.framework.contracts.misconfiguration import Misconfiguration
-from crossdraft.framework.errors import CrossdraftError, UsageError
 from crossdraft.framework.metrics.intervals import LEAST_PIECES, pieces_needed
-from crossdraft.framework.util.estimate import Estimate
 
 from ..engines.counter_definitions import CounterDefinition
 from ..replay.aggregate import Row, Tally, difference

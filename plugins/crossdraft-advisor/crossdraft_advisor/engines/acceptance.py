@@ -19,12 +19,10 @@ from typing import Any
 import numpy as np
 from scipy import optimize
 
-from crossdraft.framework.errors import UsageError
+from crossdraft import MOST_LEVELS, Estimate, UsageError
 from crossdraft.framework.metrics.intervals import LEAST_PIECES, Noise, bounded_estimate, estimate, half_width
 from crossdraft.framework.metrics.shorter_drafts import by_runs, shorter_drafts
 from crossdraft.framework.runs.labels import counted
-from crossdraft.framework.util.estimate import Estimate
-from crossdraft.framework.util.limits import MOST_LEVELS
 
 #: Standard deviation of the relative error of `shorter_drafts`: this share of its correction of a plain cut, and this
 #: much times the share of the draft that is left out (`benchmarks/shorter_drafts.py`, docs/advise.md).
@@ -37,14 +35,7 @@ EACH_LENGTH = "each length is measured"  # `Acceptance.refusal` if there is noth
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Acceptance by position of one drafter.
-
-    Attributes:
-        drafter, verifier: names as in recipes; empty if unknown.
-
-    Raises:
-        UsageError: values that are not probabilities, or that increase with the position.
-    """
+    """Acceptance by position of one drafter. Raises UsageError for values that are not decreasing probabilities."""
 
     marginal: tuple[float, ...]  # Pr(tau >= i) for i = 1..gamma; empty if only ``length`` is known
     source: str  # origin of the numbers, shown to users: a file with lines, a run and its cell
@@ -56,7 +47,7 @@ class Acceptance:
     names: tuple[str, ...] = ()  # ids of the rows, by which those of two sources are paired; empty if unknown
     length: float | None = None  # mean tokens per step, bonus included, if the marginals are unknown
     draft_length: int | None = None  # maximum draft length, if it is known and the marginals are not
-    drafter: str = ""
+    drafter: str = ""  # its name in recipes, and the verifier's; empty if unknown
     verifier: str = ""
     model: str = ""  # the draft model; empty if none or unknown
     temperature: float | None = None  # of the target; None if unknown
@@ -135,8 +126,7 @@ class Acceptance:
     @property
     def conditional(self) -> tuple[float, ...]:
         """Pr(tau >= i | tau >= i - 1); 0 if no draft reached position i."""
-        previous = (1.0, *self.marginal[:-1])
-        return tuple(m / b if b else 0.0 for m, b in zip(self.marginal, previous, strict=True))
+        return tuple(conditional_rates(np.array(self.marginal)).tolist())
 
     def cut(self, gamma: int) -> Acceptance:
         """Acceptance with drafts of at most ``gamma`` tokens, by the model of `metrics.shorter_drafts`.
@@ -239,6 +229,12 @@ class Acceptance:
         if self.drafts is None or not self.marginal:
             return "the number of steps is unknown: intervals have the uncertainty of the cost only"
         return f"{self.drafts:.0f} independent drafts; too narrow if prompts differ"
+
+
+def conditional_rates(marginal: np.ndarray) -> np.ndarray:
+    """Pr(tau >= i | tau >= i - 1) from Pr(tau >= i), i = 1, 2, ..; 0 at positions that no draft reached."""
+    before = np.concatenate([[1.0], marginal[:-1]])
+    return np.divide(marginal, before, out=np.zeros(len(marginal)), where=before > 0)
 
 
 def constant_rate(accepted: float, gamma: int) -> float:

@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from crossdraft import Estimate, UsageError
 from crossdraft.framework import plugins
-from crossdraft.framework.errors import UsageError
 from crossdraft.framework.models.adapters import refuse_adapter
 from crossdraft.framework.models.quantization import refuse_quantized
-from crossdraft.framework.util.estimate import Estimate
 from crossdraft.framework.util.input_files import kind_of
 
 from .acceptance import Acceptance
@@ -58,6 +57,20 @@ class Schedule:
     def sampled(self) -> bool:
         """True if the acceptance assumes drafts sampled from the draft model."""
         return self.acceptance.point_mass is False and not self.greedy
+
+    def remarks(self, beyond: int | None = None) -> tuple[str, ...]:
+        """Remarks on draft lengths beyond the last batch size, and on batch sizes where drafting is slower.
+
+        ``beyond``: the engine's draft length beyond the last range; by default that of the last range.
+        """
+        remarks, last = [], self.ranges[-1]
+        if len(self.ranges) > 1:
+            gamma = last.gamma if beyond is None else beyond
+            effect = f"it drafts with gamma {gamma}" if gamma else "it does not draft"
+            remarks.append(f"beyond B = {last.high}, the greatest requested batch size, {effect}")
+        elif slower := [str(b) for b, speed_up in self.speed_ups.items() if speed_up.value < 1 and self.gamma]:
+            remarks.append(f"at B = {', '.join(slower)} drafting is slower than plain decoding and is not switched off")
+        return tuple(remarks)
 
 
 @dataclass(frozen=True)
@@ -116,32 +129,28 @@ class Engine(ABC):
     def export(self, schedule: Schedule) -> Settings:
         """Settings for a schedule whose acceptance the engine supports (`cannot` returned None).
 
-        Raises:
-            UsageError: a required fact is unknown, such as the drafter or its model.
+        Raises UsageError if a required fact is unknown, such as the drafter or its model.
         """
 
+    def method_of(self, acceptance: Acceptance) -> str:
+        """The engine's name of the drafter. Raises UsageError if the drafter is unknown."""
+        if not acceptance.drafter:
+            known = ", ".join(sorted(self.methods))
+            raise UsageError(f"the drafter of {acceptance.source} is unknown; give it as --drafter: {known}")
+        return self.methods[acceptance.drafter]
 
-def needs_method(engine: Engine, acceptance: Acceptance) -> str:
-    """The engine's name of the drafter. Raises UsageError if the drafter is unknown."""
-    if not acceptance.drafter:
-        raise UsageError(
-            f"the drafter of {acceptance.source} is unknown; give it as --drafter: {', '.join(sorted(engine.methods))}"
+    def model_of(self, acceptance: Acceptance) -> str:
+        """The draft model. Raises UsageError if it is unknown."""
+        model, name = acceptance.model, self.name
+        if not model:
+            raise UsageError(
+                f"the settings of {name} require the draft model of {acceptance.drafter}; give it as --draft-path"
+            )
+        refuse_quantized(
+            model, f"{name} does not quantise draft models on the fly; it requires quantised weights on disk"
         )
-    return engine.methods[acceptance.drafter]
-
-
-def needs_model(engine: Engine, acceptance: Acceptance) -> str:
-    """The draft model. Raises UsageError if it is unknown."""
-    if not acceptance.model:
-        raise UsageError(
-            f"the settings of {engine.name} require the draft model of {acceptance.drafter}; give it as --draft-path"
-        )
-    refuse_quantized(
-        acceptance.model,
-        f"{engine.name} does not quantise draft models on the fly; it requires quantised weights on disk",
-    )
-    refuse_adapter(acceptance.model, f"{engine.name} does not merge an adapter into its draft model")
-    return acceptance.model
+        refuse_adapter(model, f"{name} does not merge an adapter into its draft model")
+        return model
 
 
 def ngram_sizes(acceptance: Acceptance) -> dict[str, int]:
@@ -153,8 +162,7 @@ def ngram_sizes(acceptance: Acceptance) -> dict[str, int]:
 def match_remarks(acceptance: Acceptance, engine: str, *, shortest: bool = False) -> tuple[str, ...]:
     """Remarks on prompt lookup that was measured unlike the engine's, which copies the earliest match.
 
-    Args:
-        shortest: its n-grams may have one token only.
+    ``shortest``: its n-grams may have one token only.
     """
     options, remarks = acceptance.options, []
     if acceptance.drafter != "prompt-lookup" or not options:  # counters of an engine
@@ -188,22 +196,6 @@ def only_point_masses(acceptance: Acceptance, engine: str) -> str | None:
         f"at temperature {acceptance.temperature or 'above 0'} {engine} drafts greedily and accepts matching samples "
         "of the target; these drafts were sampled"
     )
-
-
-def length_remarks(schedule: Schedule, beyond: int | None = None) -> tuple[str, ...]:
-    """Remarks on draft lengths beyond the last batch size, and on batch sizes where drafting is slower.
-
-    Args:
-        beyond: the engine's draft length beyond the last range; by default that of the last range.
-    """
-    remarks, last = [], schedule.ranges[-1]
-    if len(schedule.ranges) > 1:
-        gamma = last.gamma if beyond is None else beyond
-        effect = f"it drafts with gamma {gamma}" if gamma else "it does not draft"
-        remarks.append(f"beyond B = {last.high}, the greatest requested batch size, {effect}")
-    elif slower := [str(b) for b, speed_up in schedule.speed_ups.items() if speed_up.value < 1 and schedule.gamma]:
-        remarks.append(f"at B = {', '.join(slower)} drafting is slower than plain decoding and is not switched off")
-    return tuple(remarks)
 
 
 def synthetic_remarks(acceptance: Acceptance) -> tuple[str, ...]:

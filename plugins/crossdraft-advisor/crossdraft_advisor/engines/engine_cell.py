@@ -27,21 +27,18 @@ from typing import Any, Literal
 
 import numpy as np
 
+from crossdraft import CrossdraftError, LoadedModel, Response, SequenceStep, UsageError, load_model, load_tokenizer
 from crossdraft.framework import plugins
 from crossdraft.framework.api.build import Configured, configured
 from crossdraft.framework.api.cell_runner import Conversation, EngineRunner
-from crossdraft.framework.contracts.models import LoadedModel
-from crossdraft.framework.contracts.steps import Response, SequenceStep
 from crossdraft.framework.engine.stopwatch import PHASES
-from crossdraft.framework.errors import CrossdraftError, UsageError, quoted
+from crossdraft.framework.errors import quoted
 from crossdraft.framework.metrics.pieces import PREFILL, Piece
 from crossdraft.framework.models.adapters import refuse_adapter
 from crossdraft.framework.models.configs import read_config
 from crossdraft.framework.models.digests import model_sha256
-from crossdraft.framework.models.load import load_model
 from crossdraft.framework.models.resolve import resolve
 from crossdraft.framework.models.shared_embedding import shared_embedding_of
-from crossdraft.framework.models.tokenizer import load_tokenizer
 from crossdraft.framework.recipe.recipe import CellConfig
 from crossdraft.framework.runs.labels import counted
 from crossdraft.framework.runs.run_directory import PieceResult
@@ -433,8 +430,7 @@ def without_weights(name: str, *, trust_remote_code: bool) -> LoadedModel:
 def _check_addresses(cells: Sequence[CellConfig]) -> None:
     """Check that every running server has the drafter, the length and the verifier of all cells that it is to serve.
 
-    Raises:
-        UsageError: two cells with other settings share an address, or a server's own account of its settings differs.
+    Raises UsageError if two cells with other settings share an address, or a server's account of its settings differs.
     """
     shared: dict[str, list[CellConfig]] = {}
     for cell in cells:
@@ -543,9 +539,14 @@ def contradiction(url: str, metrics: str, drafter: str, gamma: int) -> str | Non
         return None
     if status == 200 and (reason := ServerCounters.parse(text, url + metrics).contradiction(gamma)):
         return reason
-    return _sglang_differs(_object_at(f"{url}/get_server_info"), drafter, gamma) or _crossdraft_differs(
-        _object_at(f"{url}/v1/models"), drafter, gamma
-    )
+    if reason := _sglang_differs(_object_at(f"{url}/get_server_info"), drafter, gamma):
+        return reason
+    entries = _object_at(f"{url}/v1/models").get("data")
+    entry = entries[0] if isinstance(entries, list) and entries and isinstance(entries[0], dict) else {}
+    pair = _PAIR.search(str(entry.get("pair", "")))  # of crossdraft serve
+    if pair and pair[1] != (drafter if gamma else "none"):
+        return f"its drafter is {quoted(pair[1])}"
+    return None
 
 
 def _object_at(url: str) -> dict[str, Any]:
@@ -568,13 +569,4 @@ def _sglang_differs(settings: Mapping[str, Any], drafter: str, gamma: int) -> st
         return f"its speculative_algorithm is {quoted(algorithm)}"
     if gamma and algorithm != "NGRAM" and isinstance(steps, int) and steps != gamma:
         return f"its speculative_num_steps is {steps}, and the recipe drafts {counted(gamma, 'token')}"
-    return None
-
-
-def _crossdraft_differs(models: Mapping[str, Any], drafter: str, gamma: int) -> str | None:
-    entries = models.get("data")
-    entry = entries[0] if isinstance(entries, list) and entries and isinstance(entries[0], dict) else {}
-    pair = _PAIR.search(str(entry.get("pair", "")))
-    if pair and pair[1] != (drafter if gamma else "none"):
-        return f"its drafter is {quoted(pair[1])}"
     return None

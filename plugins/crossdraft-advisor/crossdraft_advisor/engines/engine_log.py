@@ -108,8 +108,7 @@ class Source:
     def lines(self, *marks: str) -> Iterator[tuple[int, str]]:
         """Line numbers, from 1, and lines; of a log in JSON or CSV the lines that were wrapped, see `unwrapped`.
 
-        Args:
-            marks: only lines with one of these texts, which are searched without a loop over lines.
+        ``marks``: only lines with one of these texts, which are searched without a loop over lines.
         """
         yield from self._unwrapped.having(marks)
 
@@ -194,11 +193,7 @@ class Source:
         return []
 
     def row(self, line: int) -> dict[str, Any]:
-        """The JSON object in a line; empty if it has another value, or if the text is one value.
-
-        Raises:
-            UsageError: it is damaged.
-        """
+        """The JSON object in a line; empty if it has another value, or if the text is one. Raises UsageError."""
         if self._is_one_value:
             return {}
         row = parse_json(self._lines[line - 1].strip().removeprefix("data:").strip(), self.name, line=line)

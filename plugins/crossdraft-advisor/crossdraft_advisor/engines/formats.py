@@ -14,12 +14,11 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, ValidationError
 
+from crossdraft import MOST_LEVELS, ContractError, UsageError
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.options import Options, fault
-from crossdraft.framework.errors import ContractError, UsageError
 from crossdraft.framework.recipe.yaml_values import yaml_value
 from crossdraft.framework.runs.labels import counted
-from crossdraft.framework.util.limits import MOST_LEVELS
 
 from .acceptance import Acceptance
 from .counter_definitions import CounterDefinition
@@ -103,12 +102,8 @@ class AcceptanceFormat(ABC):
     def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
         """Read the acceptance in a source; empty if it is not in this format.
 
-        Args:
-            earlier: an earlier source to subtract, if the format `subtracts`.
-
-        Raises:
-            UsageError: no record of the format can be read. Otherwise records that cannot be read are skipped, see
-                `Source.skipping`.
+        ``earlier``: an earlier source to subtract, if the format `subtracts`. Raises UsageError if no record of the
+        format can be read. Otherwise records that cannot be read are skipped, see `Source.skipping`.
         """
 
     def meaning(self) -> str:

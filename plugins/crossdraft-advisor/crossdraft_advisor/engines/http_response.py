@@ -180,11 +180,7 @@ class HttpResponse:
         self._deadline, self._received = self._clock() + self._seconds, 0
 
     def read(self) -> bytes:
-        """Return the next bytes; empty at the end.
-
-        Raises:
-            NetworkError: the connection broke off, or a limit is exceeded.
-        """
+        """The next bytes; empty at the end. Raises NetworkError if the connection broke off or a limit is exceeded."""
         part: bytes = self._next()
         self._received += len(part)
         self._total += len(part)

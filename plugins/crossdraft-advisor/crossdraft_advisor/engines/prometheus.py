@@ -368,7 +368,17 @@ def _table(source: Source, names: Collection[str], counters: Collection[str]) ->
         return
     numbers = [number for number, _ in lines]
     if "__name__" in header:
-        yield from _rows(source, header, rows, numbers, counters)
+        column = next((cell for cell in header if cell.startswith("Value")), "")
+        series: dict[tuple[str, str], list[tuple[int, str]]] = {}
+        for number, row in zip(numbers, rows, strict=True):
+            values = dict(zip(header, row, strict=False))
+            labels = {key: text for key, text in values.items() if text and key not in ("Time", "__name__", column)}
+            if values.get(column):
+                series.setdefault((values.get("__name__", ""), _line("", labels, "")), []).append(
+                    (number, values[column])
+                )
+        for (name, labels_text), cells in series.items():
+            yield cells[-1][0], f"{name}{labels_text}{_last(source, cells, canonical(name) in counters)}"
         return
     for i, cell in enumerate(header):
         if not any(stem in cell for stem in stems):
@@ -401,22 +411,3 @@ def _series(cell: str) -> str:
     names = [part for part in parts if part.startswith("__name__=")]
     others = ",".join(part for part in parts if part not in names)
     return f"{names[0].partition('=')[2].strip(chr(34)) if names else ''}{{{others}}}"
-
-
-def _rows(
-    source: Source,
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    numbers: Sequence[int],
-    counters: Collection[str],
-) -> Iterator[tuple[int, str]]:
-    value = next((cell for cell in header if cell.startswith("Value")), "")
-    series: dict[tuple[str, str], list[tuple[int, str]]] = {}
-    for number, row in zip(numbers, rows, strict=True):
-        cells = dict(zip(header, row, strict=False))
-        labels = {key: text for key, text in cells.items() if text and key not in ("Time", "__name__", value)}
-        if cells.get(value):
-            key = cells.get("__name__", ""), _line("", labels, "")
-            series.setdefault(key, []).append((number, cells[value]))
-    for (name, labels_text), values in series.items():
-        yield values[-1][0], f"{name}{labels_text}{_last(source, values, canonical(name) in counters)}"

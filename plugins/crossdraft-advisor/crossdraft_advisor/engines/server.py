@@ -148,12 +148,7 @@ def without_plain_decoding(engine: str) -> str:
 
 
 class EngineServer(ABC):
-    """A server for one cell.
-
-    Args:
-        options: validated options of the recipe.
-        directory: for the server's log.
-    """
+    """A server for one cell, with validated options of the recipe; ``directory``: for its log."""
 
     name: ClassVar[str]  # as registered
     # name of the `Engine` that writes the settings of drafters; empty if only running servers are measured
@@ -203,11 +198,7 @@ class EngineServer(ABC):
     # -- what an engine defines ------------------------------------------------------------------------------
 
     def command(self, port: int) -> list[str]:
-        """Return the command line of a server that listens on ``port`` of this host.
-
-        Raises:
-            UsageError: the engine cannot be started; only a URL is supported.
-        """
+        """The command line of a server on ``port`` of this host. Raises UsageError if only a URL is supported."""
         raise UsageError(f"engine {self.name}: give the url of a server that runs; crossdraft does not start this one")
 
     def environment(self) -> dict[str, str]:
@@ -216,11 +207,7 @@ class EngineServer(ABC):
 
     @abstractmethod
     def body(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
-        """Return the JSON of a streaming request for the tokens ``prompt``.
-
-        Raises:
-            UsageError: the engine does not support the sampling parameters.
-        """
+        """The JSON of a streaming request for the tokens ``prompt``. Raises UsageError for its sampling parameters."""
 
     @abstractmethod
     def event(self, data: Mapping[str, Any]) -> ServerEvent:
@@ -248,9 +235,8 @@ class EngineServer(ABC):
     def start(self) -> None:
         """Start the server, or find the one of the URL; returns when it is ready.
 
-        Raises:
-            ModelError: it ends or does not answer; the message has the cause in its log.
-            UsageError: its executable does not exist, or the URL does not answer.
+        Raises ModelError if it ends or does not answer, with the cause in its log; UsageError if its executable is
+        missing, or the URL does not answer.
         """
         if url := self.given_url:
             self.url = url
@@ -324,11 +310,7 @@ class EngineServer(ABC):
 
     @cached_property
     def served_model(self) -> str:
-        """The server's name of the target: the option ``model``; else the first that a running server lists.
-
-        Raises:
-            ModelError: a running server lists none.
-        """
+        """The server's name of the target: the option ``model``; else the first one that it lists, or ModelError."""
         if self.options.model or self._process is not None:
             return str(self.options.model or self.cell.target)
         try:

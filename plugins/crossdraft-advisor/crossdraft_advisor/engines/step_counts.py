@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from crossdraft.framework.errors import UsageError
+from crossdraft import MOST_LEVELS, UsageError
 from crossdraft.framework.runs.labels import counted
-from crossdraft.framework.util.limits import MOST_LEVELS
 
 from .acceptance import WINDOWS, Acceptance
 from .counter_definitions import PREFILL_TOKENS
@@ -254,9 +253,11 @@ def _counts(source: Source, line: int, fields: Mapping[str, Any], key: str) -> S
     drafted = _optional(source, line, fields, _DRAFTED)
     gamma = int(_optional(source, line, fields, ("num_spec_tokens",)) or 0)
     shares = _histogram(source, line, fields, histogram) if histogram else []
-    tokens = next(
-        (item for item in (fields, _usage(source, line)) if any(item.get(k) is not None for k in _TOKENS)), {}
-    )
+    row = source.row(line)
+    usage, choices = row.get("usage"), row.get("choices")
+    is_single = isinstance(usage, dict) and not (isinstance(choices, list) and len(choices) > 1)
+    items: list[Mapping[str, Any]] = [fields, usage if is_single else {}]
+    tokens = next((item for item in items if any(item.get(k) is not None for k in _TOKENS)), {})
     if any(fields.get(name) is not None for name in _ACCEPTED):
         accepted = count(source, line, fields, *_ACCEPTED)
     elif histogram:
@@ -283,13 +284,6 @@ def _counts(source: Source, line: int, fields: Mapping[str, Any], key: str) -> S
         raise source.error(line, f"drafts of {gamma} tokens are too long; {reason}")
     at_least = tuple(float(sum(shares[i:])) for i in range(1, gamma + 1))
     return StepCounts(drafts, accepted, at_least, drafted, gamma, name, every) if gamma else None
-
-
-def _usage(source: Source, line: int) -> Mapping[str, Any]:
-    """The numbers of tokens of the response in a line; empty if it has several choices."""
-    row = source.row(line)
-    usage, choices = row.get("usage"), row.get("choices")
-    return usage if isinstance(usage, dict) and not (isinstance(choices, list) and len(choices) > 1) else {}
 
 
 def _histogram(source: Source, line: int, fields: Mapping[str, Any], key: str) -> list[int]:

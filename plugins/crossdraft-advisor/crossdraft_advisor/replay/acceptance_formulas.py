@@ -25,8 +25,8 @@ import numpy as np
 
 from crossdraft.framework.errors import NumericalError, UsageError
 
-from .teacher_forcing.draft_scores import DraftScores, shifted_windows
 from .teacher_forcing.iid_chains import TRANSITIONS, chain_survival
+from .teacher_forcing.scoring import DraftScores, shifted_windows
 
 #: Single-sequence verifiers and the formula of each. ``greedy`` requires temperature 0, where P is 1 and every verifier
 #: accepts a token if it equals the output.

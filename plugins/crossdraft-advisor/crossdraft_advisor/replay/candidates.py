@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from crossdraft import Sampling, UsageError
 from crossdraft.framework.api.build import Configured, configured
 from crossdraft.framework.contracts.options import permits
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.errors import UsageError
 from crossdraft.framework.recipe.recipe import Strategy
 from crossdraft.framework.runs.labels import counted
 from crossdraft.framework.util.limits import MOST_LISTED, MOST_REPLAYED
@@ -22,10 +21,10 @@ from .replay import Candidate, verifiers_for
 from .response import Response
 from .step_chain import confident, heuristic, oracle
 from .teacher_forcing import model_free
-from .teacher_forcing.draft_scores import DraftScores
 from .teacher_forcing.lazy_models import SharedPasses, Target
-from .teacher_forcing.scoring import ScoringRequest, with_gamma
+from .teacher_forcing.scoring import DraftScores, ScoringRequest, with_gamma
 
+Stream = Callable[[Iterable[Response]], Iterator[DraftScores]]
 INITIAL_LENGTH = 5  # initial draft length of the heuristic policy, as in the drafters
 
 
@@ -111,8 +110,8 @@ def candidates_of(
         ):
             raise UsageError(f"drafter '{title}' drafts at most {counted(depth, 'token')}; reduce --gamma")
         drafter: Configured = (cls, config)
-        drawn: Callable[[Iterable[Response]], Iterator[DraftScores]] | None = None
-        scores_of: Callable[[], Callable[[Iterable[Response]], Iterator[DraftScores]]]
+        drawn: Stream | None = None
+        scores_of: Callable[[], Stream]
         if free := model_free.is_model_free(cls, config, params):
             scored = partial(model_free.score_model_free, *drafter, depth=max(lengths), sampling=params)
             scores_of = lambda scored=scored: scored  # noqa: E731
@@ -149,27 +148,21 @@ def candidates_of(
 
 
 def _with_policy(
-    policy: Policy,
-    build: Callable[..., Candidate],
-    scores_of: Callable[[Iterable[Response]], Iterator[DraftScores]],
-    drawn: Callable[[Iterable[Response]], Iterator[DraftScores]] | None,
-    gamma: int,
-    point_mass: bool,
+    policy: Policy, build: Callable[..., Candidate], scored: Stream, drawn: Stream | None, gamma: int, point_mass: bool
 ) -> Candidate:
     """The candidate with a length policy, at the greatest draft length only."""
     start = min(int(policy.number), gamma)
     if policy.name == "oracle":
-        return build(scores=scores_of, steps=oracle)
+        return build(scores=scored, steps=oracle)
     if policy.name == "heuristic":
-        return build(scores=scores_of, steps=lambda scores, gammas: heuristic(scores, gammas[0], start))
+        return build(scores=scored, steps=lambda scores, gammas: heuristic(scores, gammas[0], start))
 
     def lengths(draft: DraftScores) -> np.ndarray:
         assert draft.log_top is not None
-        log_q = draft.log_top if point_mass else draft.log_q
-        return np.minimum(draft.lengths, confident(log_q, draft.log_top, policy.number))
+        return np.minimum(draft.lengths, confident(draft.log_top if point_mass else draft.log_q, policy.number))
 
     def cut(texts: Iterable[Response]) -> Iterator[DraftScores]:
-        return (replace(draft, lengths=lengths(draft)) for draft in scores_of(texts))
+        return (replace(draft, lengths=lengths(draft)) for draft in scored(texts))
 
     def free(texts: Iterable[Response]) -> Iterator[Any]:
         assert drawn is not None

@@ -151,6 +151,34 @@ class Counted:
     def rates(self) -> np.ndarray:
         return self.per_position / self.drafts
 
+    def of_replay(self, counts: EngineCounts) -> np.ndarray:
+        """The numbers of ``counts`` that ``per_position`` is compared with."""
+        return np.array([counts.accepted]) if self.total else counts.per_position
+
+    def agrees(self, counts: EngineCounts) -> bool:
+        """True if the engine counted what ``counts`` computes, up to rounding or chance."""
+        if not counts.drafts or len(ours := self.of_replay(counts)) != len(self.per_position):
+            return False
+        if not self.agrees_in_tokens(counts):
+            return False
+        if not counts.random:
+            bound = 0.5 + _ROUNDING * counts.drafts
+            differences = [self.drafts - counts.drafts, *(self.per_position - ours)]
+            return bool(np.abs(differences).max() <= bound)
+        rates = ours / counts.drafts
+        spread = np.maximum(rates * (1 - rates), 1 / counts.drafts) if not self.total else rates * (1 + rates)
+        errors = np.sqrt(spread * (1 / counts.drafts + 1 / self.drafts))
+        return bool((np.abs(self.rates - rates) <= CHANCE * errors).all())
+
+    def agrees_in_tokens(self, counts: EngineCounts) -> bool:
+        """True if the drafts have as many tokens, in their mean if which drafts there are is random."""
+        if self.draft_tokens is None:
+            return True
+        if counts.random:
+            lengths = self.draft_tokens / self.drafts, counts.draft_tokens / counts.drafts
+            return abs(lengths[0] - lengths[1]) <= _LENGTH * counts.gamma
+        return abs(self.draft_tokens - counts.draft_tokens) <= 0.5 + _ROUNDING * counts.draft_tokens
+
 
 @dataclass(frozen=True)
 class Cause:
@@ -160,44 +188,22 @@ class Cause:
     text: str
 
 
-def agrees(counted: Counted, counts: EngineCounts) -> bool:
-    """True if the engine counted what ``counts`` computes, up to rounding or chance."""
-    if not counts.drafts:
-        return False
-    ours = np.array([counts.accepted]) if counted.total else counts.per_position
-    if len(ours) != len(counted.per_position):
-        return False
-    if counted.draft_tokens is not None and not _agrees_in_tokens(counted, counts):
-        return False
-    if not counts.random:
-        bound = 0.5 + _ROUNDING * counts.drafts
-        differences = [counted.drafts - counts.drafts, *(counted.per_position - ours)]
-        return bool(np.abs(differences).max() <= bound)
-    rates = ours / counts.drafts
-    spread = np.maximum(rates * (1 - rates), 1 / counts.drafts) if not counted.total else rates * (1 + rates)
-    errors = np.sqrt(spread * (1 / counts.drafts + 1 / counted.drafts))
-    return bool((np.abs(counted.rates - rates) <= CHANCE * errors).all())
-
-
-def _agrees_in_tokens(counted: Counted, counts: EngineCounts) -> bool:
-    """True if the drafts have as many tokens, in their mean if which drafts there are is random."""
-    assert counted.draft_tokens is not None
-    if counts.random:
-        lengths = counted.draft_tokens / counted.drafts, counts.draft_tokens / counts.drafts
-        return abs(lengths[0] - lengths[1]) <= _LENGTH * counts.gamma
-    return abs(counted.draft_tokens - counts.draft_tokens) <= 0.5 + _ROUNDING * counts.draft_tokens
-
-
-def draft_lengths(counted: Counted, counts: EngineCounts) -> Cause | None:
-    """The cause if only the lengths of the drafts differ."""
-    if counted.draft_tokens is None or not counts.drafts or not agrees(replace(counted, draft_tokens=None), counts):
+def cause_of(counted: Counted, counts: EngineCounts, variants: Sequence[tuple[Cause, EngineCounts]]) -> Cause | None:
+    """The first way of counting that gives what the engine counted, or what else explains the difference."""
+    if (cause := next((cause for cause, variant in variants if counted.agrees(variant)), None)) or not counts.drafts:
+        return cause
+    more = counted.per_position - counted.of_replay(counts)
+    rounding = 0.5 + _ROUNDING * counts.drafts
+    may_be_past_end = counts.unknown and (more >= -rounding).all() and more.sum() <= counts.unknown + rounding
+    if may_be_past_end and abs(counted.drafts - counts.drafts) <= rounding and counted.agrees_in_tokens(counts):
+        most = f"up to {counts.unknown:.0f} drafted tokens past the ends of the responses"
+        text = f"{more.sum():.0f} of {most} were accepted; record the 'continuation' of the responses to count them"
+        return Cause(END, text)
+    if counted.draft_tokens is None or not replace(counted, draft_tokens=None).agrees(counts):
         return None
     lengths = counted.draft_tokens / counted.drafts, counts.draft_tokens / counts.drafts
-    return Cause(
-        LENGTH,
-        f"drafts have {lengths[0]:.2f} tokens instead of {lengths[1]:.2f}, and as many are accepted: the engine ends "
-        "drafts elsewhere",
-    )
+    text = f"drafts have {lengths[0]:.2f} tokens instead of {lengths[1]:.2f}, and as many are accepted"
+    return Cause(LENGTH, f"{text}: the engine ends drafts elsewhere")
 
 
 def other_definitions(definition: CounterDefinition) -> Iterator[tuple[Cause, CounterDefinition]]:
@@ -229,23 +235,3 @@ def differing(a: CounterDefinition, b: CounterDefinition) -> list[str]:
     if a.accepted != b.accepted:
         texts.append("; ".join(f"{each.engine}: {_ACCEPTED[each.accepted]}" for each in (a, b)))
     return texts
-
-
-def past_end(counted: Counted, counts: EngineCounts) -> Cause | None:
-    """The cause if tokens past the end, whose acceptance is unknown, explain the difference."""
-    ours = np.array([counts.accepted]) if counted.total else counts.per_position
-    more = counted.per_position - ours
-    rounding = 0.5 + _ROUNDING * counts.drafts
-    if not counts.unknown or (more < -rounding).any() or more.sum() > counts.unknown + rounding:
-        return None
-    if abs(counted.drafts - counts.drafts) > rounding:
-        return None
-    if counted.draft_tokens is not None and not _agrees_in_tokens(counted, counts):
-        return None
-    text = f"{more.sum():.0f} of up to {counts.unknown:.0f} drafted tokens past the ends of the responses were accepted"
-    return Cause(END, f"{text}; record the 'continuation' of the responses to count them")
-
-
-def first_cause(counted: Counted, variants: Sequence[tuple[Cause, EngineCounts]]) -> Cause | None:
-    """The first cause whose counters are those of the engine."""
-    return next((cause for cause, counts in variants if agrees(counted, counts)), None)

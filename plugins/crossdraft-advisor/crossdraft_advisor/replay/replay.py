@@ -20,12 +20,10 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
+from crossdraft import INDEPENDENT_SEQUENCES, ContractError, Sampling, UsageError
 from crossdraft.framework import plugins
 from crossdraft.framework.api.build import Configured, configured
-from crossdraft.framework.contracts.draft_kind import INDEPENDENT_SEQUENCES
-from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.contracts.verifier import incompatible
-from crossdraft.framework.errors import ContractError, UsageError
 from crossdraft.framework.util.output_files import writing_output
 
 from ..engines.counter_definitions import CounterDefinition
@@ -34,7 +32,7 @@ from .aggregate import PromptGroups, Tally
 from .engine_counts import EngineCounts, with_continuation
 from .response import MIN_LOG_P, Response
 from .step_chain import StepAcceptance, Steps, expected_steps
-from .teacher_forcing.draft_scores import DraftScores
+from .teacher_forcing.scoring import DraftScores
 
 #: Lowest plausible mean log P per token at temperatures up to 1. The mean is minus the entropy of the sampled
 #: distributions, 1 to 4 nats for language models; 6 is a perplexity of 400.
@@ -239,8 +237,8 @@ def replay(
             writer = stack.enter_context(parquet.ParquetWriter(file, _POSITIONS))
         while window := list(islice(remaining, WINDOW)):
             numbers = [result.groups.number(item.category, item.id) for item in window]
-            labels = [np.array(segments(item.prompt, item.tokens)) for item in window] if segments is not None else None
-            for of_response in labels or ():
+            labels = [] if segments is None else [np.array(segments(item.prompt, item.tokens)) for item in window]
+            for of_response in labels:
                 result.segment_tokens.update(of_response.tolist())
             compared: dict[int, DraftScores] = {}
             for candidate, source in zip(candidates, sources, strict=True):
@@ -278,7 +276,7 @@ def _add(
     window: Sequence[Response],
     scored: Sequence[tuple[DraftScores, np.ndarray]],
     numbers: Sequence[int],
-    labels: Sequence[np.ndarray] | None,
+    labels: Sequence[np.ndarray],
     writer: parquet.ParquetWriter | None,
 ) -> None:
     scores, lengths = zip(*scored, strict=True)
@@ -305,30 +303,21 @@ def _add(
                     for values, drafted, response in zip(at_least, own_lengths, window, strict=True)
                 ]
                 steps[k] = candidate.steps(acceptances, candidate.gammas)
-                if labels is not None:
-                    parts[k] = list(_of_segments(result.segments, candidate, window, acceptances, labels))
+                parts[k] = []
+                for name in dict.fromkeys(name for of_response in labels for name in of_response.tolist()):
+                    rows = [i for i, of_response in enumerate(labels) if (of_response == name).any()]
+                    # A step is of the segment of its first token.
+                    own = [replace(acceptances[i], starts=labels[i] == name) for i in rows]
+                    groups = [result.segments.number(name, f"{window[i].category}: {window[i].id}") for i in rows]
+                    parts[k].append((candidate.steps(own, candidate.gammas), groups))
             candidate.tally(result, verifier, k).add(steps[k], numbers)
-            for part in parts.get(k, ()):
+            for part in parts[k]:
                 tally = Tally(result.segments, candidate.gammas, k)
                 candidate.by_segment.setdefault((verifier, k), tally).add(*part)
             if writer is not None:
                 values = [item[k][:size] for item, size in zip(at_least, sizes, strict=True)]
                 columns = result.responses, candidate.title, verifier, k, window, own_lengths, values
                 writer.write_table(_positions(*columns))
-
-
-def _of_segments(
-    groups: PromptGroups,
-    candidate: Candidate,
-    window: Sequence[Response],
-    acceptances: Sequence[StepAcceptance],
-    labels: Sequence[np.ndarray],
-) -> Iterator[tuple[Steps, list[int]]]:
-    """Steps of each segment, and the groups of their prompts; a step is of the segment of its first token."""
-    for name in dict.fromkeys(name for of_response in labels for name in of_response.tolist()):
-        rows = [i for i, of_response in enumerate(labels) if (of_response == name).any()]
-        steps = candidate.steps([replace(acceptances[i], starts=labels[i] == name) for i in rows], candidate.gammas)
-        yield steps, [groups.number(name, f"{window[i].category}: {window[i].id}") for i in rows]
 
 
 def _positions(

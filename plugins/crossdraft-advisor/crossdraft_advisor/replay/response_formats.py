@@ -39,8 +39,7 @@ class ResponseFormat(ABC):
     def rows(self, row: Mapping[str, Any], context: ParseContext, place: str) -> Rows:
         """Return rows of the plain format (`jsonl_formats`) for a JSON object; None if it is not in this format.
 
-        Raises:
-            UsageError: the object is in the format, and has no response that can be replayed.
+        Raises UsageError if the object is in the format, and has no response that can be replayed.
         """
 
 
@@ -140,10 +139,12 @@ class LmEvalSamples(ResponseFormat):
             context.skip("that another filter of lm-eval repeats", place)
             return
         context.seen.add(key)
-        for i, (arguments, texts) in enumerate(zip(_arguments(row["arguments"]), row["resps"], strict=False)):
+        # Arguments of the requests: a list, or an object ``gen_args_0`` of an object ``arg_0``, ``arg_1``.
+        requests = row["arguments"].values() if isinstance(row["arguments"], dict) else row["arguments"]
+        for i, (request, texts) in enumerate(zip(requests, row["resps"], strict=False)):
             if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
                 raise UsageError(f"{place}: the choices are scored, not generated; log a task that generates text")
-            prompt, settings = (*arguments, {})[:2]
+            prompt, settings = (*(request.values() if isinstance(request, dict) else request), {})[:2]
             settings = settings if isinstance(settings, dict) else {}
             result: dict[str, Any] = {"id": f"{row.get('doc_id')}" + (f".{i}" if i else "")}
             result |= {key: settings.get(key) for key in _SAMPLING}
@@ -156,12 +157,6 @@ class LmEvalSamples(ResponseFormat):
                 result["prompt"] = prompt
             for text in texts:
                 yield result | {"response": text}
-
-
-def _arguments(arguments: Any) -> list[list[Any]]:
-    """Arguments of the requests: a list, or an object ``gen_args_0`` of an object ``arg_0``, ``arg_1``."""
-    items = list(arguments.values()) if isinstance(arguments, dict) else arguments
-    return [list(item.values()) if isinstance(item, dict) else list(item) for item in items]
 
 
 class Conversations(ResponseFormat):

@@ -113,8 +113,11 @@ class Reader(ParseContext):
         if kind == "other" or (kind == "file" and self.column is None):  # a device or a pipe is refused
             for place, parse in _rows(path_of(source)):
                 try:
-                    value = parse()
-                    self.model = self.model or _model_of(value)
+                    parts = [value := parse()]
+                    for key in ("response", "body", "request"):  # of a batch
+                        parts += [part[key] for part in parts if isinstance(part, dict) and key in part]
+                    names = [self.model or None, *(part.get("model") for part in parts if isinstance(part, dict))]
+                    self.model = next((name for name in names if isinstance(name, str)), "")
                     for row in plain_rows(value, self, place):
                         yield from response_of(self, row, place)
                 except OptionsError:
@@ -263,15 +266,6 @@ def _values(text: str, path: Path) -> list[Any]:
     except (ValueError, RecursionError, UsageError):
         return []
     return values
-
-
-def _model_of(value: Any) -> str:
-    """The name of the model in a response, in the one of a batch, or in its request; empty without one."""
-    parts = [value]
-    for key in ("response", "body", "request"):
-        parts += [part[key] for part in parts if isinstance(part, dict) and key in part]
-    names = (part.get("model") for part in parts if isinstance(part, dict))
-    return next((name for name in names if isinstance(name, str)), "")
 
 
 def _parsed(data: bytes, path: Path, line: int) -> Any:

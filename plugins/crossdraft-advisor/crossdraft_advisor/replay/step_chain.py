@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
 
 import numpy as np
 
@@ -158,22 +157,14 @@ def _visited_deterministic(survival: np.ndarray, gamma: np.ndarray) -> np.ndarra
 MORE, FEWER = 2, 1  # change of the draft length after a fully accepted draft, and after any other
 
 
-def confident(
-    log_q: np.ndarray, log_top: np.ndarray, threshold: float, stop: Literal["after", "before"] = "after"
-) -> np.ndarray:
-    """Draft lengths, int64 [T], under a confidence policy of at most G tokens.
+def confident(log_q: np.ndarray, threshold: float) -> np.ndarray:
+    """Draft lengths, int64 [T]: up to the first token of a probability below ``threshold``, which is kept.
 
-    Args:
-        log_q: [T, G], log Q of the drafted tokens; at temperature 0 equal to ``log_top``.
-        log_top: [T, G], the largest log Q, see `DraftScores`.
-        threshold: a probability.
-        stop: ``after`` the first token below the threshold, which is kept; ``before`` the first distribution without a
-            token that reaches it.
+    ``log_q [T, G]``: log Q of the drafted tokens; at temperature 0 the largest one, see `DraftScores.log_top`.
     """
     with np.errstate(under="ignore"):
-        unsure = np.exp(log_q if stop == "after" else log_top) < threshold
-    first = np.where(unsure.any(1), unsure.argmax(1) + (stop == "after"), unsure.shape[1])
-    return np.minimum(first, unsure.shape[1]).astype(np.int64)
+        unsure = np.exp(log_q) < threshold
+    return np.where(unsure.any(1), unsure.argmax(1) + 1, unsure.shape[1]).astype(np.int64)
 
 
 def oracle(responses: Sequence[StepAcceptance], gammas: Sequence[int]) -> Steps:

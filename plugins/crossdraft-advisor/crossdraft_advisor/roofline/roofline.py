@@ -343,8 +343,7 @@ class Roofline:
     def seconds(self, batch_size: float, width: float, context: float) -> float:
         """Seconds of a pass over ``width`` tokens in each of ``batch_size`` rows with ``context`` tokens each.
 
-        Raises:
-            UsageError: the numbers of the model or the accelerator do not give a positive, finite time.
+        Raises UsageError if the numbers of the model or the accelerator do not give a positive, finite time.
         """
         seconds = sum(self.parts(batch_size, width, context).values())
         if not 0 < seconds < math.inf:

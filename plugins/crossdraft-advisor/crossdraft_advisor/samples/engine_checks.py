@@ -19,12 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from crossdraft import LoadedModel, Sampling, StepEvent, UsageError, generate
 from crossdraft.framework import plugins
-from crossdraft.framework.api.generate import generate
-from crossdraft.framework.contracts.models import LoadedModel
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.contracts.steps import StepEvent
-from crossdraft.framework.errors import UsageError, printable
+from crossdraft.framework.errors import printable
 from crossdraft.framework.metrics.cell_metrics import StepRecord
 from crossdraft.framework.models.device import tie_of
 from crossdraft.framework.recipe.recipe import CellConfig, Strategy

@@ -234,8 +234,12 @@ def choose(
             f"the drafts {', '.join(requested)} do not use a model, so the control is not defined; choose other "
             "--draft labels"
         )
-    cases, skipped = [], []
-    for verifier in _verifiers(verifiers):
+    cases, skipped, chosen = [], [], [plugins.get("verifiers", name) for name in dict.fromkeys(verifiers or ())]
+    for name in () if chosen else plugins.entries("verifiers"):
+        with suppress(ContractError):  # broken ones are reported by `crossdraft list plugins`
+            traits = (verifier := plugins.get("verifiers", name)).traits(verifier.Config())
+            chosen += [verifier] * (traits.lossless and not traits.temperature_zero_only)
+    for verifier in chosen:
         reasons = []
         for label, (name, cls, config) in drafts.items():
             reason = incompatible(
@@ -250,17 +254,6 @@ def choose(
         else:
             skipped += reasons if labels else reasons[:1]
     return cases, list(dict.fromkeys(skipped))
-
-
-def _verifiers(names: Iterable[str] | None) -> list[type[Verifier]]:
-    if names:
-        return [plugins.get("verifiers", name) for name in dict.fromkeys(names)]
-    classes = []
-    for name in plugins.entries("verifiers"):
-        with suppress(ContractError):  # broken ones are reported by `crossdraft list plugins`
-            classes.append(plugins.get("verifiers", name))
-    traits = [(verifier, verifier.traits(verifier.Config())) for verifier in classes]
-    return [verifier for verifier, has in traits if has.lossless and not has.temperature_zero_only]
 
 
 MIN_EXPECTED = 5  # smallest expected count of a chi-square cell; smaller cells are pooled

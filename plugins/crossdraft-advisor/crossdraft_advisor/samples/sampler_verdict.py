@@ -125,7 +125,17 @@ class Evidence:
         self._temperature.add(probs, torch.from_numpy(drawn), torch.from_numpy(log_p))
         multiple = falling[:, 0].numpy() < 1 - 1e-9  # one token that has everything fills no cells
         self._add_pooled(reached, rows, counts, rank, multiple)
-        self._add_rows(reached.numpy(), draws, drawn, (rows, counts, rank), multiple)
+        cumulative, starts = reached.numpy(), np.searchsorted(rows, np.arange(len(draws) + 1))
+        for r in np.flatnonzero((drawn >= 2 * DRAWS_PER_CELL) & multiple).tolist():
+            ends = _cell_ends(cumulative[r], max(1 / CELLS, DRAWS_PER_CELL / drawn[r]))
+            if len(ends) < 2:
+                continue
+            more = len(ends) if drawn[r] >= CELLS * DRAWS_PER_CELL else len(_cell_ends(cumulative[r], 1 / CELLS))
+            span = slice(starts[r], starts[r + 1])
+            cell = np.searchsorted(ends, rank[span], side="right")
+            mass = np.diff(cumulative[r][ends - 1], prepend=0.0)
+            row = np.bincount(cell, counts[span], len(ends))
+            self._rows.append((draws[r].place, row, mass, more))
 
     def _add_pooled(
         self, reached: Tensor, rows: np.ndarray, counts: np.ndarray, rank: np.ndarray, multiple: np.ndarray
@@ -143,27 +153,6 @@ class Evidence:
             shares[underflow, np.minimum((start[part][underflow] * CELLS).astype(int), CELLS - 1)] = 1
             shares /= shares.sum(1, keepdims=True)
             self._pooled += self._random.multinomial(counts[part], shares).sum(0)
-
-    def _add_rows(
-        self,
-        reached: np.ndarray,
-        draws: Sequence[PrefixDraws],
-        drawn: np.ndarray,
-        flat: tuple[np.ndarray, np.ndarray, np.ndarray],
-        multiple: np.ndarray,
-    ) -> None:
-        rows, counts, rank = flat
-        starts = np.searchsorted(rows, np.arange(len(draws) + 1))
-        for r in np.flatnonzero((drawn >= 2 * DRAWS_PER_CELL) & multiple).tolist():
-            ends = _cell_ends(reached[r], max(1 / CELLS, DRAWS_PER_CELL / drawn[r]))
-            if len(ends) < 2:
-                continue
-            more = len(ends) if drawn[r] >= CELLS * DRAWS_PER_CELL else len(_cell_ends(reached[r], 1 / CELLS))
-            span = slice(starts[r], starts[r + 1])
-            cell = np.searchsorted(ends, rank[span], side="right")
-            mass = np.diff(reached[r][ends - 1], prepend=0.0)
-            row = np.bincount(cell, counts[span], len(ends))
-            self._rows.append((draws[r].place, row, mass, more))
 
     def verdict(self, deviation: float) -> Verdict:
         """Decide whether the TV is at most ``deviation``."""

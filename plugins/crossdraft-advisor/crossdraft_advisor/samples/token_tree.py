@@ -14,14 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from crossdraft import LM, LoadedModel, NumericalError, Sampling, on_device
 from crossdraft.framework.api.build import make_slots
-from crossdraft.framework.contracts.lm import LM, prefill
-from crossdraft.framework.contracts.models import LoadedModel
-from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.contracts.lm import prefill
 from crossdraft.framework.engine.prefill import passes
-from crossdraft.framework.errors import NumericalError
 from crossdraft.framework.util.limits import PREFILL_TOKENS
-from crossdraft.framework.util.tensors import on_device
 
 NODES, WIDTH, ROWS = 256, 64, 8  # maximum nodes of a tree in the cache and in one pass, and number of slots
 BYTES = 2**28  # maximum bytes of the logits of a pass
@@ -124,12 +121,48 @@ def distributions(
     rows = min(ROWS, len(trees))
     lm = make(rows, longest + maximum)
     width = max(1, min(WIDTH, BYTES // (4 * rows * lm.vocab_size)))
+    empty = Subtree([], [], [])
+
+    @torch.inference_mode()
+    def score(group: Sequence[int], parts: Sequence[Subtree | None]) -> Iterator[tuple[Tensor, list[tuple[int, int]]]]:
+        all_parts = [part or empty for part in parts] + [empty] * (lm.batch_size - len(parts))
+        longest = max(len(part.nodes) for part in all_parts)
+        tokens, parents = [], []
+        for row, part in enumerate(all_parts):
+            tree = trees[group[row]] if part.nodes else None
+            row_tokens = (
+                [prompts[group[row]][-1] if node == 0 else tree.tokens[node] for node in part.nodes] if tree else []
+            )
+            tokens.append(row_tokens + [0] * (longest - len(row_tokens)))
+            parents.append(part.parents + [-1] * (longest - len(row_tokens)))
+        inputs, input_parents = on_device(tokens, lm.device), on_device(parents, lm.device)
+        try:
+            for start in range(0, longest, width):
+                logits, _ = lm.forward(inputs[:, start : start + width], input_parents[:, start : start + width])
+                positions = [
+                    (row, column)
+                    for row, part in enumerate(all_parts)
+                    for column, is_output in enumerate(part.is_output[start : start + width])
+                    if is_output
+                ]
+                if not positions:
+                    continue
+                indices = on_device([list(position) for position in positions], lm.device)
+                probs, finite = sampling.checked_probs(logits[indices[:, 0], indices[:, 1]])
+                if not bool(finite.all()):
+                    raise NumericalError(
+                        f"the {label} produced NaN or infinite logits; try --dtype float32 or check the weights"
+                    )
+                yield probs, [(group[row], all_parts[row].nodes[start + column]) for row, column in positions]
+        finally:
+            lm.commit([0] * lm.batch_size)
+
     for first in range(0, len(order), rows):
         group = order[first : first + rows]
         _prefill(lm, [prompts[i] for i in group])
         cuts = [subtrees(trees[i], maximum) for i in group]
         while any(parts := [next(cut, None) for cut in cuts]):
-            yield from _score(lm, group, [prompts[i][-1] for i in group], trees, parts, width, sampling, label)
+            yield from score(group, parts)
         for row in range(len(group)):
             lm.free(row)
 
@@ -142,49 +175,6 @@ def _prefill(lm: LM, prompts: Sequence[Sequence[int]]) -> None:
             for row, upto in step.items():
                 if upto == lengths[row]:
                     lm.start(row, list(prompts[row]))
-
-
-@torch.inference_mode()
-def _score(
-    lm: LM,
-    group: Sequence[int],
-    roots: Sequence[int],
-    trees: Sequence[TokenTree],
-    parts: Sequence[Subtree | None],
-    width: int,
-    sampling: Sampling,
-    label: str,
-) -> Iterator[tuple[Tensor, list[tuple[int, int]]]]:
-    rows, empty = lm.batch_size, Subtree([], [], [])
-    all_parts = [part or empty for part in parts] + [empty] * (rows - len(parts))
-    longest = max(len(part.nodes) for part in all_parts)
-    tokens, parents = [], []
-    for row, part in enumerate(all_parts):
-        tree = trees[group[row]] if part.nodes else None
-        row_tokens = [roots[row] if node == 0 else tree.tokens[node] for node in part.nodes] if tree else []
-        tokens.append(row_tokens + [0] * (longest - len(row_tokens)))
-        parents.append(part.parents + [-1] * (longest - len(row_tokens)))
-    inputs, input_parents = on_device(tokens, lm.device), on_device(parents, lm.device)
-    try:
-        for start in range(0, longest, width):
-            logits, _ = lm.forward(inputs[:, start : start + width], input_parents[:, start : start + width])
-            positions = [
-                (row, column)
-                for row, part in enumerate(all_parts)
-                for column, is_output in enumerate(part.is_output[start : start + width])
-                if is_output
-            ]
-            if not positions:
-                continue
-            indices = on_device([list(position) for position in positions], lm.device)
-            probs, finite = sampling.checked_probs(logits[indices[:, 0], indices[:, 1]])
-            if not bool(finite.all()):
-                raise NumericalError(
-                    f"the {label} produced NaN or infinite logits; try --dtype float32 or check the weights"
-                )
-            yield probs, [(group[row], all_parts[row].nodes[start + column]) for row, column in positions]
-    finally:
-        lm.commit([0] * rows)
 
 
 def first_beyond(gaps: np.ndarray, tie: float) -> int | None:

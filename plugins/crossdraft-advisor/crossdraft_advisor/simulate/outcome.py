@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ from crossdraft.framework.util.estimate import Estimate
 
 from .arrivals import ArrivalProcess
 from .policies import OracleLengths, StepCost, StepPolicy
-from .replica import EngineSettings, Router, StepCounts, simulate
+from .replica import EngineSettings, Router, StepSums, simulate
 from .request import Pool, SimulatedRequest, make_requests
 
 QUANTILE = 0.95  # quantile of the columns ``..._p95``
@@ -43,10 +43,10 @@ class RequestTimes:
     later: np.ndarray  # seconds from the first token to the last
     tokens: np.ndarray  # output lengths
     seconds: float  # time from the first arrival to the last token of all requests
-    counts: StepCounts  # sums over the steps
+    counts: StepSums  # sums over the steps
 
     @classmethod
-    def of(cls, requests: Sequence[SimulatedRequest], counts: StepCounts) -> RequestTimes:
+    def of(cls, requests: Sequence[SimulatedRequest], counts: StepSums) -> RequestTimes:
         arrival, first, last = (np.array([getattr(r, key) for r in requests]) for key in ("arrival", "first", "last"))
         tokens = np.array([r.output_tokens for r in requests])
         return cls(first - arrival, last - first, tokens, float(last.max() - arrival.min()), counts)
@@ -89,8 +89,7 @@ def compare(
 ) -> list[PolicyResult]:
     """Simulate every policy on the same arrivals, responses and random numbers, ``seeds`` times.
 
-    ``requests``: of each simulation. Raises UsageError: a cost curve
-    with too few batch sizes or widths.
+    ``requests``: of each simulation. Raises UsageError: a cost curve with too few batch sizes or widths.
     """
     times: dict[str, list[RequestTimes]] = {policy.name: [] for policy in policies}
     for seed in range(seeds):
@@ -102,42 +101,38 @@ def compare(
             )
             times[policy.name].append(RequestTimes.of(simulated, counts))
     oracle = next((policy.name for policy in policies if isinstance(policy, OracleLengths)), None)
-    return [_result(policy.name, process.title, times, oracle, service_level) for policy in policies]
 
+    def result(policy: str) -> PolicyResult:
+        own = times[policy]
+        counts = [t.counts for t in own]
+        rows = max(sum(c.rows for c in counts), 1)
+        first, later = np.concatenate([t.first for t in own]), np.concatenate([t.later for t in own])
+        tokens = np.concatenate([t.tokens for t in own])
+        longer = tokens > 1
+        regret = None
+        if oracle is not None and oracle != policy:
+            latencies = np.array([[_latency(t) for t in times[name]] for name in (policy, oracle)])
+            regret = estimate(lambda s: ratio(s) - 1, latencies.T, log=False)
+        slow = float(np.quantile(later[longer] / (tokens[longer] - 1), QUANTILE)) if longer.any() else 0.0
+        good = [] if service_level is None else [(service_level.met(t).sum(), t.seconds) for t in own]
+        return PolicyResult(
+            policy=policy,
+            arrivals=process.title,
+            requests=len(first),
+            block_efficiency_all_steps=sum(c.emitted for c in counts) / rows,
+            drafted_per_step=sum(c.drafted for c in counts) / rows,
+            batch_size=rows / max(sum(c.steps for c in counts), 1),
+            tokens_per_second=_ratio([(t.tokens.sum(), t.seconds) for t in own]),
+            first_token_seconds=_ratio([(t.first.sum(), len(t.first)) for t in own]),
+            token_seconds=_ratio([(t.later.sum(), (t.tokens - 1).sum()) for t in own]) if longer.any() else None,
+            latency_seconds=_ratio([(_latency(t) * len(t.first), len(t.first)) for t in own]),
+            first_token_seconds_p95=float(np.quantile(first, QUANTILE)),
+            token_seconds_p95=slow,
+            goodput=_ratio(good, log=False) if good else None,
+            regret=regret,
+        )
 
-def _result(
-    policy: str,
-    arrivals: str,
-    times: Mapping[str, Sequence[RequestTimes]],
-    oracle: str | None,
-    service_level: ServiceLevel | None,
-) -> PolicyResult:
-    own = times[policy]
-    counts = [t.counts for t in own]
-    rows = max(sum(c.rows for c in counts), 1)
-    first, later = np.concatenate([t.first for t in own]), np.concatenate([t.later for t in own])
-    tokens = np.concatenate([t.tokens for t in own])
-    longer = tokens > 1
-    regret = None
-    if oracle is not None and oracle != policy:
-        latencies = np.array([[_latency(t) for t in times[name]] for name in (policy, oracle)])
-        regret = estimate(lambda s: ratio(s) - 1, latencies.T, log=False)
-    return PolicyResult(
-        policy=policy,
-        arrivals=arrivals,
-        requests=len(first),
-        block_efficiency_all_steps=sum(c.emitted for c in counts) / rows,
-        drafted_per_step=sum(c.drafted for c in counts) / rows,
-        batch_size=rows / max(sum(c.steps for c in counts), 1),
-        tokens_per_second=_ratio([(t.tokens.sum(), t.seconds) for t in own]),
-        first_token_seconds=_ratio([(t.first.sum(), len(t.first)) for t in own]),
-        token_seconds=_ratio([(t.later.sum(), (t.tokens - 1).sum()) for t in own]) if longer.any() else None,
-        latency_seconds=_ratio([(_latency(t) * len(t.first), len(t.first)) for t in own]),
-        first_token_seconds_p95=float(np.quantile(first, QUANTILE)),
-        token_seconds_p95=float(np.quantile(later[longer] / (tokens[longer] - 1), QUANTILE)) if longer.any() else 0.0,
-        goodput=_ratio([(service_level.met(t).sum(), t.seconds) for t in own], log=False) if service_level else None,
-        regret=regret,
-    )
+    return [result(policy.name) for policy in policies]
 
 
 def _latency(times: RequestTimes) -> float:

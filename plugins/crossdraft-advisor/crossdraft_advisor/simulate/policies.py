@@ -90,6 +90,7 @@ class StepCost:
 
 
 PRIOR_TOKENS = 4  # weight of the prior of a request's acceptance rate, in drafted tokens
+Rows = Sequence[SimulatedRequest]
 _FORMS = "off, static:N, schedule, schedule:B=N,..., budget:N or oracle"
 
 
@@ -100,9 +101,7 @@ class LengthSchedule:
     name: str
     thresholds: tuple[tuple[int, int], ...]  # pairs of a batch size and the length from there on, from batch size 1
 
-    def lengths(
-        self, rows: Sequence[SimulatedRequest], longest: Sequence[int], cost: StepCost, context: float
-    ) -> list[int]:
+    def lengths(self, rows: Rows, longest: Sequence[int], cost: StepCost, context: float) -> list[int]:
         gamma = self.thresholds[bisect_right(self.thresholds, (len(rows), 1 << 30)) - 1][1]
         return [min(gamma, maximum) for maximum in longest]
 
@@ -119,9 +118,7 @@ class DraftBudget:
     tokens: int
     prior: float  # acceptance rate of a new request
 
-    def lengths(
-        self, rows: Sequence[SimulatedRequest], longest: Sequence[int], cost: StepCost, context: float
-    ) -> list[int]:
+    def lengths(self, rows: Rows, longest: Sequence[int], cost: StepCost, context: float) -> list[int]:
         probs = []
         for i, (row, maximum) in enumerate(zip(rows, longest, strict=True)):
             rate = (PRIOR_TOKENS * self.prior + row.accepted) / (PRIOR_TOKENS + row.tested)
@@ -145,9 +142,7 @@ class OracleLengths:
 
     name: str = "oracle"
 
-    def lengths(
-        self, rows: Sequence[SimulatedRequest], longest: Sequence[int], cost: StepCost, context: float
-    ) -> list[int]:
+    def lengths(self, rows: Rows, longest: Sequence[int], cost: StepCost, context: float) -> list[int]:
         accepted = [min(row.accepts[row.emitted], maximum) for row, maximum in zip(rows, longest, strict=True)]
         best, best_rate = [0] * len(rows), len(rows) / cost.seconds([0] * len(rows), context)
         for depth in range(1, max(accepted) + 1):

@@ -32,7 +32,7 @@ class EngineSettings:
 
 
 @dataclass
-class StepCounts:
+class StepSums:
     """Sums over the decoding steps of a simulation."""
 
     steps: int = 0  # steps with decoding rows; ``rows``: decoding rows of them
@@ -40,8 +40,7 @@ class StepCounts:
     # drafted, emitted: tokens drafted and emitted by decoding rows
     drafted: int = 0
     emitted: int = 0
-    seconds: float = 0.0  # seconds of all steps; ``prefill_seconds``: those that the prompts added
-    prefill_seconds: float = 0.0
+    seconds: float = 0.0  # of all steps
 
 
 @dataclass(eq=False)
@@ -51,7 +50,7 @@ class Replica:
     settings: EngineSettings
     policy: StepPolicy
     cost: StepCost
-    counts: StepCounts  # shared by all replicas of a simulation
+    counts: StepSums  # shared by all replicas of a simulation
     # waiting, running: requests without and with a slot
     waiting: deque[SimulatedRequest] = field(default_factory=deque)
     running: list[SimulatedRequest] = field(default_factory=list)
@@ -90,10 +89,7 @@ class Replica:
                 prefill_tokens, prefill_rows = prefill_tokens + chunk, prefill_rows + 1
         seconds = cost.seconds(lengths, context, prefill_tokens, prefill_rows)
         self._decoding, self._lengths = list(rows), lengths
-        counts = self.counts
-        counts.seconds += seconds
-        if prefill_tokens:
-            counts.prefill_seconds += seconds - (cost.seconds(lengths, context) if rows else 0.0)
+        self.counts.seconds += seconds
         return seconds
 
     def end_step(self, now: float) -> int:
@@ -131,14 +127,14 @@ def simulate(
     replicas: int = 1,
     router: Router = "round-robin",
     concurrency: int = 0,
-) -> StepCounts:
+) -> StepSums:
     """Run ``requests``, in order of arrival, to their end; fills in their times.
 
     ``replicas``: equal engines; each has its own clock and slots; ``concurrency``: if not 0, that many requests run at
     all times: the arrival of the next is the end of another. Raises UsageError: a cost curve with too few batch sizes
     or widths.
     """
-    counts = StepCounts()
+    counts = StepSums()
     engines = [Replica(settings, policy, cost, counts) for _ in range(replicas)]
     turns = cycle(range(replicas))
     pending: Iterator[SimulatedRequest] = iter(requests)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crossdraft_advisor.commands import advise as module
-from crossdraft_advisor.commands import baseline_responses
+from crossdraft_advisor.advise.replayed import replayed_acceptances
 from crossdraft_advisor.commands.advise import Advise
+from crossdraft_advisor.replay import baseline_responses
 
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.sampling import Sampling
@@ -110,7 +110,7 @@ def test_acceptance_by_draft_length(models: dict[str, str], tmp_path: Path, caps
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     remarks = Remarks()
     command = Advise(replay=(str(path),), drafter=("prompt-lookup",), temperature=0)
-    result = module.replayed_acceptances(command, remarks)
+    result = replayed_acceptances(command, remarks)
     assert any("all responses are truncated" in line for line in remarks.warnings)
     assert cli.main(["replay", str(path), "--drafter", "prompt-lookup", "--temperature", "0", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]

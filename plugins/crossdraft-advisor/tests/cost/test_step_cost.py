@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from crossdraft_advisor.cost.step_cost import SpeedPoint, StepCost
+from crossdraft_advisor.cost.step_cost import SpeedPoint, StepCost, speed_up_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -65,7 +65,8 @@ def test_distant_batch_size_widens_interval() -> None:
 @given(st.floats(1, 9), st.integers(1, 8))
 def test_speed_up_is_at_most_block_efficiency(tokens: float, gamma: int) -> None:
     tokens = min(tokens, gamma + 1.0)
-    speed_up = StepCost((gamma,), (0.5,)).speed_up(Estimate(tokens, tokens * 0.95, tokens * 1.05), gamma)
+    ratio = StepCost((gamma,), (0.5,)).ratio(gamma)
+    speed_up = speed_up_of(Estimate(tokens, tokens * 0.95, tokens * 1.05), ratio, gamma + 1)
     assert speed_up.high is not None
     assert speed_up.value <= speed_up.high <= gamma + 1
 
@@ -83,7 +84,7 @@ def test_published_example_is_inside_interval() -> None:
     measured = 7.07 / 4.20
     ratios = {2: 2.36 * 4.32 / 7.07, 7: 3.54 * 4.29 / 7.07}
     for known in ((), (2,), (2, 7)):
-        speed_up = StepCost(known, tuple(ratios[g] for g in known)).speed_up(tokens, 6)
+        speed_up = speed_up_of(tokens, StepCost(known, tuple(ratios[g] for g in known)).ratio(6), 7)
         assert speed_up.low is not None
         assert speed_up.high is not None
         assert speed_up.low < measured < speed_up.high

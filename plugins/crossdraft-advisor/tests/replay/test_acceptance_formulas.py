@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from crossdraft_advisor.replay import acceptance_formulas
 from crossdraft_advisor.replay.acceptance_formulas import survival
-from crossdraft_advisor.replay.teacher_forcing.draft_scores import DraftScores
 from crossdraft_advisor.replay.teacher_forcing.iid_chains import ChainSums, sums
+from crossdraft_advisor.replay.teacher_forcing.scoring import DraftScores
 
 from crossdraft.framework.errors import NumericalError, UsageError
 

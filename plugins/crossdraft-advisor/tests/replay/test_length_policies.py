@@ -61,7 +61,9 @@ def test_grid_of_thresholds_from_one_replay(
             results.append(list(score_drafter(draft_model(policy=policy), texts, make, depth=G)))
         for longest, *others in zip(static, *results, strict=True):
             assert longest.log_top is not None
-            own = confident(longest.log_q if temperature else longest.log_top, longest.log_top, threshold, stop)
+            own = confident(longest.log_q if temperature else longest.log_top, threshold)
+            if stop == "before":
+                own = (np.exp(longest.log_top) >= threshold).cumprod(1).sum(1)
             cells = np.where(np.arange(G) < own[:, None], longest.log_q, -np.inf)
             for item in others:
                 # Behind a token that the drafter would not draft, lengths of a text mean nothing.
@@ -82,8 +84,8 @@ def test_thresholds_against_run(models: tuple[Any, Any]) -> None:
     accepted, on_path = [], []
     for longest, own in zip(static, drawn, strict=True):
         assert longest.log_top is not None and own.log_top is not None
-        cut = replace(longest, lengths=confident(longest.log_q, longest.log_top, 0.2))
-        free = confident(own.log_q, own.log_top, 0.2)
+        cut = replace(longest, lengths=confident(longest.log_q, 0.2))
+        free = confident(own.log_q, 0.2)
         accepted.append(StepAcceptance(survival("block", cut)[1], free, 8))
         on_path.append(replace(accepted[-1], lengths=cut.lengths))
     result = steps_of(accepted, [G])
@@ -138,6 +140,4 @@ def test_heuristic_that_never_changes_is_static() -> None:
 
 def test_first_unsure_token() -> None:
     q = np.log([[0.9, 0.2, 0.9], [0.9, 0.9, 0.9], [0.1, 0.9, 0.9]])
-    top = np.log([[0.9, 0.6, 0.4], [0.9, 0.9, 0.9], [0.4, 0.9, 0.9]])
-    assert confident(q, top, 0.5).tolist() == [2, 3, 1]
-    assert confident(q, top, 0.5, "before").tolist() == [2, 3, 0]
+    assert confident(q, 0.5).tolist() == [2, 3, 1]

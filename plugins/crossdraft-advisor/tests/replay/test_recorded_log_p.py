@@ -11,7 +11,7 @@ import pytest
 import torch
 from crossdraft_advisor.replay.replay import RecordedLogP
 from crossdraft_advisor.replay.response import Response
-from crossdraft_advisor.replay.teacher_forcing.draft_scores import DraftScores
+from crossdraft_advisor.replay.teacher_forcing.scoring import DraftScores
 from transformers import AutoModelForCausalLM
 
 from crossdraft.framework.cli import main as cli

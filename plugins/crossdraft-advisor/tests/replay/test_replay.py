@@ -15,8 +15,8 @@ from crossdraft_advisor.replay.aggregate import PromptGroups, Tally, difference
 from crossdraft_advisor.replay.replay import Candidate, replay, verifiers_for
 from crossdraft_advisor.replay.response import Response
 from crossdraft_advisor.replay.step_chain import StepAcceptance, expected_steps
-from crossdraft_advisor.replay.teacher_forcing.draft_scores import DraftScores, shifted_windows
 from crossdraft_advisor.replay.teacher_forcing.iid_chains import sums
+from crossdraft_advisor.replay.teacher_forcing.scoring import DraftScores, shifted_windows
 
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import ContractError, UsageError

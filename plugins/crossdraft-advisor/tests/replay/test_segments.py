@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from crossdraft_advisor.commands.replay.output import as_csv, as_json, tables
+from crossdraft_advisor.commands.replay.output import as_json, records, tables
 from crossdraft_advisor.replay.aggregate import PromptGroups, Tally
 from crossdraft_advisor.replay.replay import Candidate, ReplayResult
 from crossdraft_advisor.replay.step_chain import StepAcceptance, expected_steps, heuristic
@@ -140,13 +140,13 @@ def test_segments_without_idle_steps_are_listed(rate: float, tokens: int) -> Non
         part = expected_steps([replace(item, starts=labels == name)], [2])
         tally.add(part, [result.segments.number(name, "a")])
     result.candidates.append(candidate)
-    (row,) = json.loads(as_json(result, None, {}))["rows"]
+    (row,) = json.loads(json.dumps(as_json(result, None, {})))["rows"]
     code = row["by_segment"]["code"]
     emitted = rate * (1 + rate)
     assert (code["tokens"], code["steps"]) == (tokens, rate) and set(row["by_segment"]) == {"code", "answer"}
     assert code["drafted_per_token"] == pytest.approx(2 * rate / emitted)
     assert code["target_rows_per_token"] == pytest.approx(3 * rate / emitted)
-    assert list(csv.DictReader(io.StringIO(as_csv(result))))[2]["segment"] == "code"
+    assert list(records(result))[2]["segment"] == "code"
     assert "  code  " in tables(result, None, {})
 
 

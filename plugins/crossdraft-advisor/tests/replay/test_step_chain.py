@@ -11,8 +11,8 @@ import pytest
 import torch
 from crossdraft_advisor.replay.acceptance_formulas import survival
 from crossdraft_advisor.replay.step_chain import StepAcceptance, expected_steps, tau_distribution
-from crossdraft_advisor.replay.teacher_forcing.draft_scores import DraftScores
 from crossdraft_advisor.replay.teacher_forcing.iid_chains import sums
+from crossdraft_advisor.replay.teacher_forcing.scoring import DraftScores
 from hypothesis import given
 from hypothesis import strategies as st
 from replay_fixtures import random_acceptance

@@ -12,8 +12,7 @@ import torch
 from crossdraft_advisor.replay.acceptance_formulas import survival
 from crossdraft_advisor.replay.step_chain import StepAcceptance
 from crossdraft_advisor.replay.step_chain import expected_steps as steps_of
-from crossdraft_advisor.replay.teacher_forcing.draft_scores import TeacherForcingStepRng
-from crossdraft_advisor.replay.teacher_forcing.scoring import ScoringRequest, score_drafters
+from crossdraft_advisor.replay.teacher_forcing.scoring import ScoringRequest, TeacherForcingStepRng, score_drafters
 from crossdraft_drafters.self_speculation.pass_weights import save_embeddings
 from feature_heads import LAYERS, make_head
 from medusa_heads import MEDUSA, Weights

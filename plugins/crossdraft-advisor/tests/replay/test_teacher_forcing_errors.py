@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import strategies
 import torch
-from crossdraft_advisor.replay.teacher_forcing.draft_scores import TracedDrafter, trace_drafters
-from crossdraft_advisor.replay.teacher_forcing.scoring import sample_drafts
+from crossdraft_advisor.replay.teacher_forcing.scoring import TracedDrafter, sample_drafts, trace_drafters
 from replay_fixtures import RecordedResponse, configured, making, score_drafter
 
 from crossdraft import Draft, Drafter, DraftTraits, Sampling, Sequences, StepRng

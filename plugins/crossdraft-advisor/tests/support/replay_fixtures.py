@@ -10,8 +10,14 @@ import numpy as np
 import torch
 from crossdraft_advisor.replay.response import Response
 from crossdraft_advisor.replay.step_chain import StepAcceptance
-from crossdraft_advisor.replay.teacher_forcing.draft_scores import DraftScores
-from crossdraft_advisor.replay.teacher_forcing.scoring import DEPTH, ROWS, MakeContext, ScoringRequest, score_drafters
+from crossdraft_advisor.replay.teacher_forcing.scoring import (
+    DEPTH,
+    ROWS,
+    DraftScores,
+    MakeContext,
+    ScoringRequest,
+    score_drafters,
+)
 from draft_contexts import GivenContext
 
 from crossdraft.framework import plugins

@@ -6,19 +6,17 @@ prompts. A drafter that reads hidden states reads those of each checkpoint; its 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from crossdraft.framework.errors import UsageError
+from crossdraft import Estimate, Table, UsageError
 from crossdraft.framework.metrics.intervals import LEAST_PIECES
 from crossdraft.framework.runs.labels import counted
-from crossdraft.framework.util.estimate import Estimate, change_text, estimate_text, percent_text
-from crossdraft.framework.util.table import Table
+from crossdraft.framework.util.estimate import change_text, estimate_text, percent_text
 
 from ...gate import GateCheck, Sample, checked
-from .. import log, right
+from ...report import Report, log, right
 from .output import verifier_title
 
 Pair = tuple[str, str, int, int]  # a drafter, verifier, number of sequences and draft length
@@ -38,8 +36,8 @@ class Checkpoint:
     stale: bool = False  # the loss is larger than the limit and beyond its interval
 
 
-def checkpoints_of(sources: Iterable[tuple[str, str]], drop: float, replayed: Callable[..., Any], as_json: bool) -> str:
-    """The table, or JSON, of all pairs at all checkpoints.
+def checkpoints_of(sources: Iterable[tuple[str, str]], drop: float, replayed: Callable[..., Any]) -> Report:
+    """All pairs at all checkpoints.
 
     ``sources``: with their targets; ``replayed``: replays the responses of sources with a target.
     """
@@ -65,7 +63,7 @@ def checkpoints_of(sources: Iterable[tuple[str, str]], drop: float, replayed: Ca
                 samples.setdefault(key, []).append((target, source, sample, tally.row(gamma).marginal, weights))
         notes += [f"{source}, {counted(count, 'response')}: {assumption}" for assumption, count in assumed.items()]
     pairs = {key: _compared(key, rows, drop) for key, rows in samples.items()}
-    return _as_json(pairs, drop) if as_json else _as_text(pairs, notes, drop)
+    return Report(lambda: _as_text(pairs, notes, drop), lambda: _as_json(pairs, drop))
 
 
 def _compared(key: Pair, rows: Sequence[tuple[str, str, Sample, list[float], bool]], drop: float) -> list[Checkpoint]:
@@ -138,7 +136,7 @@ def _advice(checkpoints: Sequence[Checkpoint], drop: float) -> str:
     return f"a loss of {percent_text(drop)} is neither shown nor excluded; replay about {needed} prompts"
 
 
-def _as_json(pairs: dict[Pair, list[Checkpoint]], drop: float) -> str:
+def _as_json(pairs: dict[Pair, list[Checkpoint]], drop: float) -> dict[str, Any]:
     rows = []
     for (drafter, verifier, k, gamma), checkpoints in pairs.items():
         stale = _first_stale(checkpoints)
@@ -149,13 +147,13 @@ def _as_json(pairs: dict[Pair, list[Checkpoint]], drop: float) -> str:
             {
                 "target": item.target,
                 "source": item.source,
-                "block_efficiency": asdict(item.block_efficiency),
+                "block_efficiency": item.block_efficiency,
                 "acceptance_marginal": item.marginal,
-                "change": None if item.change is None else asdict(item.change.change),
+                "change": None if item.change is None else item.change.change,
                 "paired": None if item.change is None else item.change.paired,
                 "verdict": _verdict(item),
             }
             for item in checkpoints
         ]
         rows.append(row)
-    return json.dumps({"drop": drop, "pairs": rows}, indent=2)
+    return {"drop": drop, "pairs": rows}

@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from crossdraft import Argument, Command, Sampling, UnknownNameError, UsageError
 from crossdraft.framework.cli.options.run import ForceOptions, JsonOptions, SegmentOptions
 from crossdraft.framework.cli.options.sampling import SamplingOptions
 from crossdraft.framework.cli.options.trust import TrustOptions, strings_in
-from crossdraft.framework.contracts.command import Argument, Command
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.errors import UnknownNameError, UsageError, quoted
+from crossdraft.framework.errors import quoted
 from crossdraft.framework.runs.labels import counted
 from crossdraft.framework.util.limits import MOST_REPLAYED, MOST_SEQUENCES
 from crossdraft.framework.util.output_files import check_output
 
 from ...engines.counter_definitions import DEFINITIONS
-from .. import log
+from ...report import Report, log
 
 if TYPE_CHECKING:
     from ...engines.counter_definitions import CounterDefinition
@@ -140,7 +139,7 @@ class Replay(SamplingOptions, SegmentOptions, ForceOptions, TrustOptions, JsonOp
         from ...replay.replay import MARK
         from .checkpoints import checkpoints_of
         from .counted import counted_of
-        from .output import as_csv, as_json, tables
+        from .output import as_json, records, tables
 
         out, target = None, "".join(self.target[:1])
         if self.out is not None:
@@ -149,16 +148,15 @@ class Replay(SamplingOptions, SegmentOptions, ForceOptions, TrustOptions, JsonOp
             out = check_output(self.out, "--out", inputs=inputs, mark=MARK, force=self.force)
         if self.counted or len(self.as_) > 1:
             triples = zip(self.sources, self.as_, self.counted, strict=True)
-            print(counted_of(triples, target, self.drafter[0], self.dtype, partial(_replay, self), self.json_))
+            report = counted_of(triples, target, self.drafter[0], self.dtype, partial(_replay, self))
         elif len(self.target) > 1:
             pairs = zip(self.sources, self.target, strict=True)
-            print(checkpoints_of(pairs, self.drop, partial(_replay, self), self.json_))
+            report = checkpoints_of(pairs, self.drop, partial(_replay, self))
         else:
-            result, sampling, assumed = _replay(self, self.sources, target, "".join(self.as_), out=out)
-            if self.csv:
-                print(as_csv(result), end="")
-            else:
-                print((as_json if self.json_ else tables)(result, sampling, assumed))
+            result, *facts = _replay(self, self.sources, target, "".join(self.as_), out=out)
+            text, data = partial(tables, result, *facts), partial(as_json, result, *facts)
+            report = Report(text, data, partial(records, result))
+        report.emit(self)
         return 0
 
 

@@ -6,17 +6,15 @@ responses by its own definition, and crossdraft's block efficiency of these resp
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from shlex import quote
 from typing import Any
 
-from crossdraft.framework.errors import UsageError
+from crossdraft import Table, UsageError
 from crossdraft.framework.recipe.recipe import Strategy
 from crossdraft.framework.util.estimate import change_text, estimate_text
-from crossdraft.framework.util.table import Table
 
 from ...engines.counter_definitions import DEFINITIONS
 from ...engines.formats import read_acceptances
@@ -29,16 +27,13 @@ from ...replay.engine_counts import (
     Cause,
     Counted,
     EngineCounts,
-    agrees,
+    cause_of,
     differing,
-    draft_lengths,
-    first_cause,
     other_definitions,
-    past_end,
 )
 from ...replay.jsonl_formats import OTHER_TEMPLATE
 from ...replay.response import Response
-from .. import log, right
+from ...report import Report, log, right
 from .checkpoints import has_weights
 
 
@@ -62,31 +57,23 @@ class EngineCheck:
 
     @property
     def agrees(self) -> bool:
-        return agrees(self.counted, self.reference)
+        return self.counted.agrees(self.reference)
 
 
 def counted_of(
-    triples: Iterable[tuple[str, str, str]],
-    target: str,
-    drafter: str,
-    dtype: str,
-    replayed: Callable[..., Any],
-    as_json: bool,
-) -> str:
-    """Compare the counters of each engine with replay: tables and causes, or JSON.
+    triples: Iterable[tuple[str, str, str]], target: str, drafter: str, dtype: str, replayed: Callable[..., Any]
+) -> Report:
+    """Compare the counters of each engine with replay: tables and causes.
 
     ``triples``: sources, engines and files; ``replayed``: replays the responses of sources as an engine counts them.
     Raises UsageError: several drafters or lengths, or a file without the counters.
     """
     checks = [_checked(*triple, target, drafter, dtype, replayed) for triple in triples]
-    if as_json:
-        engines = [_json(check) for check in checks]
-        difference = None
-        if compared := _compared(checks):
-            difference = {"change": asdict(compared[0].change), "paired": compared[0].paired}
-            difference["causes"] = list(map(asdict, compared[1]))
-        return json.dumps({"engines": engines, "difference": difference}, indent=2)
-    return _text(checks)
+    difference, compared = None, _compared(checks)
+    if compared is not None:
+        difference = {"change": compared[0].change, "paired": compared[0].paired, "causes": compared[1]}
+    data = {"engines": list(map(_json, checks)), "difference": difference}
+    return Report(lambda: _text(checks, compared), lambda: data)
 
 
 def _checked(
@@ -125,7 +112,7 @@ def _checked(
     if check.agrees:
         return check
     for dtype in ("float32", "bfloat16"):
-        if weights and dtype != own_dtype and agrees(counted, replay_in(dtype=dtype)[0].candidates[0].counts[pair]):
+        if weights and dtype != own_dtype and counted.agrees(replay_in(dtype=dtype)[0].candidates[0].counts[pair]):
             text = f"replayed in {dtype}, the counts agree: the engine computes in it; add --dtype {dtype}"
             check.cause = Cause(DTYPE, text)
             return check
@@ -137,7 +124,7 @@ def _checked(
         )
         return check
     causes = [(cause, counts) for (cause, _), counts in zip(variants, candidate.variants[pair], strict=True)]
-    check.cause = first_cause(counted, causes) or past_end(counted, reference) or draft_lengths(counted, reference)
+    check.cause = cause_of(counted, reference, causes)
     return check
 
 
@@ -151,7 +138,7 @@ def _single(candidate: Any, counted: Counted, file: str) -> tuple[str, int]:
     return next(iter(candidate.verifiers)), gamma
 
 
-def _text(checks: Sequence[EngineCheck]) -> str:
+def _text(checks: Sequence[EngineCheck], compared: tuple[GateCheck, list[Cause]] | None) -> str:
     deepest = max(check.reference.gamma for check in checks)
     columns = ["engine", "numbers", *right("drafts", "accepted", "length", *(f"at {i + 1}" for i in range(deepest)))]
     rows, lines = [], []
@@ -163,8 +150,18 @@ def _text(checks: Sequence[EngineCheck]) -> str:
         rows.append([check.engine, "replayed", *_cells(reference.drafts, reference.accepted), *rates])
         own = [f"{rate:.3f}" for rate in row.marginal]
         rows.append([check.engine, "block efficiency", "", "", estimate_text(row.block_efficiency), *own])
-        lines.append(f"{check.engine}: {_verdict(check)}")
-    lines += _difference(checks)
+        verdict = f"counted as replayed{' up to chance' * check.reference.random}"
+        if not check.agrees:
+            reason = f"and not by its way of counting; {check.next_check}"
+            reason = reason if check.cause is None else f"{check.cause.name}: {check.cause.text}"
+            verdict = f"counted otherwise than replayed{', ' if check.cause is None else ': '}{reason}"
+        lines.append(f"{check.engine}: {verdict}")
+    if compared is not None:
+        (a, b), (change, causes) = checks[:2], compared
+        against, same = f"{b.engine} against {a.engine}", ", on the same prompts" * change.paired
+        lines.append(f"{against}: block efficiency {change_text(change.change)}{same}")
+        lines.append(f"{against}: counted length {b.counted.length - a.counted.length:+.3f}")
+        lines += [f"- {cause.name}: {cause.text}" for cause in causes]
     table = Table(columns, rows).text()
     legend = "replayed: from the engine's own responses, as it counts; block efficiency: of them, as crossdraft counts"
     return "\n\n".join([table, legend, "\n".join(lines)])
@@ -173,14 +170,6 @@ def _text(checks: Sequence[EngineCheck]) -> str:
 def _cells(drafts: float, accepted: float) -> list[str]:
     length = f"{1 + accepted / drafts:.3f}" if drafts else ""
     return [f"{drafts:.0f}", f"{accepted:.0f}", length]
-
-
-def _verdict(check: EngineCheck) -> str:
-    if check.agrees:
-        return f"counted as replayed{' up to chance' * check.reference.random}"
-    if check.cause is None:
-        return f"counted otherwise than replayed, and not by its way of counting; {check.next_check}"
-    return f"counted otherwise than replayed: {check.cause.name}: {check.cause.text}"
 
 
 def _compared(checks: Sequence[EngineCheck]) -> tuple[GateCheck, list[Cause]] | None:
@@ -199,30 +188,16 @@ def _compared(checks: Sequence[EngineCheck]) -> tuple[GateCheck, list[Cause]] | 
     return checked(a.sample, b.sample, 0.05), causes
 
 
-def _difference(checks: Sequence[EngineCheck]) -> list[str]:
-    compared = _compared(checks)
-    if compared is None:
-        return []
-    change, causes = compared
-    a, b = checks[:2]
-    lines = [
-        f"{b.engine} against {a.engine}: block efficiency {change_text(change.change)}"
-        + (", on the same prompts" if change.paired else ""),
-        f"{b.engine} against {a.engine}: counted length {b.counted.length - a.counted.length:+.3f}",
-    ]
-    return lines + [f"- {cause.name}: {cause.text}" for cause in causes]
-
-
 def _json(check: EngineCheck) -> dict[str, Any]:
     reference = check.reference
     return {
         "engine": check.engine,
         "source": check.source,
-        "counted": {"drafts": check.counted.drafts, "per_position": check.counted.per_position.tolist()},
-        "replayed": {"drafts": reference.drafts, "per_position": reference.per_position.tolist()},
+        "counted": {"drafts": check.counted.drafts, "per_position": check.counted.per_position},
+        "replayed": {"drafts": reference.drafts, "per_position": reference.per_position},
         "unknown_past_end": reference.unknown,
-        "block_efficiency": asdict(check.row.block_efficiency) if check.row.block_efficiency else None,
+        "block_efficiency": check.row.block_efficiency,
         "acceptance_marginal": check.row.marginal,
         "agrees": check.agrees,
-        "cause": asdict(check.cause) if check.cause else None,
+        "cause": check.cause,
     }

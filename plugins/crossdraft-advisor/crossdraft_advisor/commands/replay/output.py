@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft import Estimate, Sampling, Table
 from crossdraft.framework.models.segments import ANSWER
 from crossdraft.framework.runs.labels import counted
-from crossdraft.framework.util.estimate import Estimate, estimate_text, spread
-from crossdraft.framework.util.table import Table
+from crossdraft.framework.util.estimate import estimate_text, spread
 
 from ...engines.counter_definitions import CounterDefinition
 from ...replay.aggregate import MAX_GROUPS, Row, Tally, difference, segment_difference
 from ...replay.replay import Candidate, ReplayResult
-from .. import right
+from ...report import right
 
 Key = tuple[Candidate, str, int, int]  # a pair at a draft length: candidate, verifier, K and gamma
 
@@ -174,7 +172,7 @@ def _rows_of_segments(tally: Tally, gamma: int) -> dict[str, Row]:
     return {name: tally.row(gamma, name) for name in names if tally.sums(gamma, name)[:, 3].sum() > 0}
 
 
-def as_json(result: ReplayResult, sampling: Sampling | None, assumed: Mapping[str, int]) -> str:
+def as_json(result: ReplayResult, sampling: Sampling | None, assumed: Mapping[str, int]) -> dict[str, Any]:
     """All results, by category as well, and all differences; ``by_prompt``: counted tokens and steps of each prompt."""
     rows = []
     for key in keys(result):
@@ -193,26 +191,22 @@ def as_json(result: ReplayResult, sampling: Sampling | None, assumed: Mapping[st
         if result.definition is not None:
             fields["counters"] = _counters(key)
         rows.append(fields)
-    return json.dumps(
-        {
-            "responses": result.responses,
-            "tokens": result.tokens,
-            "prompts": len(result.groups.category),
-            "prompt_ids": result.groups.names(),
-            "sampling": sampling.model_dump() if sampling else None,
-            "assumed": dict(assumed),
-            "segments": dict(result.segment_tokens),
-            "as": result.definition.engine if result.definition else None,
-            "warnings": [result.log_p.warning] if result.log_p.warning else [],
-            "rows": rows,
-        },
-        indent=2,
-    )
+    return {
+        "responses": result.responses,
+        "tokens": result.tokens,
+        "prompts": len(result.groups.category),
+        "prompt_ids": result.groups.names(),
+        "sampling": sampling.model_dump() if sampling else None,
+        "assumed": dict(assumed),
+        "segments": dict(result.segment_tokens),
+        "as": result.definition.engine if result.definition else None,
+        "warnings": [result.log_p.warning] if result.log_p.warning else [],
+        "rows": rows,
+    }
 
 
-def as_csv(result: ReplayResult) -> str:
+def records(result: ReplayResult) -> Iterator[dict[str, Any]]:
     """A row per drafter, verifier, K, gamma and category or segment; if both are empty, of all."""
-    rows = []
     for key in keys(result):
         candidate, verifier, k, gamma = key
         tally = candidate.tallies[verifier, k]
@@ -231,8 +225,7 @@ def as_csv(result: ReplayResult) -> str:
                 counters = _counters(key)
                 by_position = enumerate(counters.pop("accepted_per_position"), 1)
                 fields |= counters | {f"accepted_{i}": value for i, value in by_position}
-            rows.append(fields)
-    return Table.of(rows).csv() + "\n"
+            yield fields
 
 
 def _counters(key: Key) -> dict[str, Any]:

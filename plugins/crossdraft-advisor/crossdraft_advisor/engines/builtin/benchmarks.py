@@ -222,7 +222,13 @@ class AiPerf(AcceptanceFormat):
         acceptances, counts = [], []
         for line, fields in source.objects("inter_token_latency"):
             with source.skipping():
-                _add_speed(source, line, _summary(source, line, fields))
+                means = {key: value.get("avg") for key, value in fields.items() if isinstance(value, dict)}
+                unit = fields["inter_token_latency"].get("unit", "ms") if "inter_token_latency" in means else "ms"
+                if means.get("inter_token_latency") is not None and unit != "ms":
+                    raise source.error(line, "inter_token_latency is not in ms")
+                keys = [(ours, key) for ours, key in _AIPERF if type(means.get(key)) in (int, float)]
+                values = {ours: source.number(str(means[key]), line, key) for ours, key in keys}
+                _add_speed(source, line, _with_tokens(values))  # of a run: a request has none
         _add_table(source)
         for line, fields in source.objects("total_spec_decode_steps"):
             keys = ("total_spec_decode_steps", "total_accepted_draft_tokens", "total_draft_tokens")
@@ -236,15 +242,6 @@ class AiPerf(AcceptanceFormat):
                     with source.skipping():
                         counts.append(StepCounts(*_metrics(source, line, fields, keys, "value")))
         return [*acceptances, *acceptances_of(counts, source, "responses")]
-
-
-def _summary(source: Source, line: int, fields: Mapping[str, Any]) -> dict[str, float]:
-    """The means and totals of a run; empty for a request. Raises UsageError for seconds in another unit."""
-    means = {key: value.get("avg") for key, value in fields.items() if isinstance(value, dict)}
-    if means.get("inter_token_latency") is not None and fields["inter_token_latency"].get("unit", "ms") != "ms":
-        raise source.error(line, "inter_token_latency is not in ms")
-    keys = [(ours, key) for ours, key in _AIPERF if type(means.get(key)) in (int, float)]
-    return _with_tokens({ours: source.number(str(means[key]), line, key) for ours, key in keys})
 
 
 def _add_table(source: Source) -> None:

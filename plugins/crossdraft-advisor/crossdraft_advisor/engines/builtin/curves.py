@@ -67,7 +67,10 @@ class GoldenAl(Engine):
 
 
 class GoldenAlCurves(AcceptanceFormat):
-    """Curves of `GoldenAl`: an acceptance for each model, mode and draft length."""
+    """Curves of `GoldenAl`: an acceptance for each model, mode and draft length, with exactly its published mean.
+
+    Its rates by position are the rises of the curve up to there, or a constant rate if lengths are missing or it falls.
+    """
 
     name = "golden-al"
     definition = "mean acceptance length, bonus token included, at each draft length"
@@ -75,14 +78,24 @@ class GoldenAlCurves(AcceptanceFormat):
     def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
         if not (curves := _curves(source)):
             return []
-        attributes: dict[str, Any] = {"model": _comment(source, r"draft[ -]model: *(\S+)")}
+        attributes: dict[str, Any] = {"refusal": EACH_LENGTH, "model": _comment(source, r"draft[ -]model: *(\S+)")}
         methods = [method for method in GoldenAl.methods.values() if f"_{method}" in source.name]
         attributes["drafter"] = GoldenAl.ours(max(methods, key=len, default=""))
         if temperature := _comment(source, r"temp(?:erature:)? +(\d+(?:\.\d+)?)\b"):
             attributes["temperature"] = float(temperature)
         acceptances = []
-        for (model, mode), curve in curves.items():
-            acceptances += _acceptances(source, curve, setting=(model, mode), **attributes)
+        for setting, curve in curves.items():
+            attributes["setting"] = setting
+            for gamma in sorted(curve):
+                line, length = curve[gamma]
+                acceptance = Acceptance((), source.place(line), length=length, **attributes).with_constant_rate(gamma)
+                if all(i in curve for i in range(1, gamma)):
+                    rises = np.diff([1.0, *(curve[i][1] for i in range(1, gamma + 1))])
+                    # Rates do not increase with the position; this keeps their sum.
+                    marginal = isotonic_regression(rises, increasing=False).x
+                    if marginal[-1] >= 0 and marginal[0] <= 1:
+                        acceptance = Acceptance(tuple(marginal.tolist()), source.place(line), **attributes)
+                acceptances.append(acceptance)
         return acceptances
 
 
@@ -127,27 +140,6 @@ def _curves(source: Source) -> dict[tuple[str, str], Curve]:
         else:
             return {}
     return curves
-
-
-def _acceptances(source: Source, curve: Curve, **attributes: Any) -> list[Acceptance]:
-    """One acceptance for each length, with exactly its published mean.
-
-    Its rates by position are the rises of the curve up to there, or a constant rate if lengths are missing or it falls.
-    """
-    acceptances = []
-    attributes["refusal"] = EACH_LENGTH
-    for gamma in sorted(curve):
-        line, length = curve[gamma]
-        if all(i in curve for i in range(1, gamma)):
-            rises = np.diff([1.0, *(curve[i][1] for i in range(1, gamma + 1))])
-            # Rates do not increase with the position; this keeps their sum.
-            marginal = isotonic_regression(rises, increasing=False).x
-            if marginal[-1] >= 0 and marginal[0] <= 1:
-                acceptances.append(Acceptance(tuple(marginal.tolist()), source.place(line), **attributes))
-                continue
-        acceptance = Acceptance((), source.place(line), length=length, **attributes)
-        acceptances.append(acceptance.with_constant_rate(gamma))
-    return acceptances
 
 
 _ROUNDING = 2e-4  # tolerance for rounded rates

@@ -15,17 +15,7 @@ from typing import ClassVar
 from ...cost.step_cost import SpeedPoint
 from ..acceptance import Acceptance, constant_rate
 from ..counter_definitions import DEFINITIONS
-from ..engine import (
-    Engine,
-    Schedule,
-    Settings,
-    length_remarks,
-    needs_method,
-    needs_model,
-    ngram_sizes,
-    only_point_masses,
-    shell,
-)
+from ..engine import Engine, Schedule, Settings, ngram_sizes, only_point_masses, shell
 from ..engine_log import Source
 from ..formats import AcceptanceFormat
 from ..prometheus import spec_decode
@@ -82,7 +72,7 @@ class LlamaCpp(Engine):
         if not schedule.gamma:
             return Settings(shell(["--spec-type", "none"]))
         acceptance = schedule.acceptance
-        method = needs_method(self, acceptance)
+        method = self.method_of(acceptance)
         sizes = ngram_sizes(acceptance)
         if acceptance.drafter == "ngram-simple":
             sizes = dict.fromkeys(sizes, int(acceptance.options.get("n", 3)))
@@ -92,11 +82,11 @@ class LlamaCpp(Engine):
             arguments += ["--spec-ngram-simple-size-n", str(sizes["max"])]
             arguments += ["--spec-ngram-simple-size-m", str(schedule.gamma)]
         elif acceptance.model or method != "draft-mtp":
-            arguments += ["--model-draft", needs_model(self, acceptance)]
+            arguments += ["--model-draft", self.model_of(acceptance)]
         arguments += ["--spec-draft-n-max", str(schedule.gamma)]
         if method != "ngram-simple":
             arguments += ["--spec-draft-p-min", "0"]  # full-length drafts, as measured
-        remarks = list(length_remarks(schedule))
+        remarks = list(schedule.remarks())
         if method == "ngram-simple" and sizes["min"] != sizes["max"]:
             remarks.append(
                 f"it looks up suffixes of {sizes['max']} tokens only, not of {sizes['min']} to {sizes['max']}"
@@ -190,14 +180,10 @@ def _add_speeds(
 
 
 class _Slots:
-    """Slots of a server, and if their requests run at the same time.
-
-    Attributes:
-        shared: another request ran together with that of the last slot.
-    """
+    """Slots of a server, and if their requests run at the same time."""
 
     def __init__(self) -> None:
-        self.shared = False
+        self.shared = False  # another request ran together with that of the last slot
         self._seen, self._active, self._together = set[str](), set[str](), set[str]()
         self._begins = False
 

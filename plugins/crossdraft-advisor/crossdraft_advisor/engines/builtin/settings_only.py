@@ -20,19 +20,7 @@ import yaml
 
 from ..acceptance import Acceptance
 from ..counter_definitions import DEFINITIONS
-from ..engine import (
-    Engine,
-    Schedule,
-    Settings,
-    length_remarks,
-    match_remarks,
-    needs_method,
-    needs_model,
-    ngram_sizes,
-    only_point_masses,
-    shell,
-    synthetic_remarks,
-)
+from ..engine import Engine, Schedule, Settings, match_remarks, ngram_sizes, only_point_masses, shell, synthetic_remarks
 from .vllm import Vllm
 
 #: Environment variable with the number of accepted draft tokens of every step.
@@ -65,21 +53,21 @@ class TensorRtLlm(Engine):
         if not schedule.gamma:
             return Settings("", ("omit speculative_config from the YAML",))
         acceptance = schedule.acceptance
-        method = needs_method(self, acceptance)
+        method = self.method_of(acceptance)
         config: dict[str, Any] = {"decoding_type": method, "max_draft_len": schedule.gamma}
         if method == "NGram":
             # By default, it also looks up the texts of other requests.
             config |= {"max_matching_ngram_size": ngram_sizes(acceptance)["max"], "is_public_pool": False}
         elif acceptance.model or method != "MTP":
-            config["speculative_model"] = needs_model(self, acceptance)
+            config["speculative_model"] = self.model_of(acceptance)
         if schedule.sampled:
             config["use_rejection_sampling"] = True
-        remarks = length_remarks(schedule)
+        remarks = schedule.remarks()
         if len(schedule.ranges) > 1:
             # Keys are the upper ends of ranges; beyond the last there is no drafting.
             lengths = {batch_range.high: batch_range.gamma for batch_range in schedule.ranges}
             upper = "keys of draft_len_schedule are upper ends of ranges; in older releases they are lower ends"
-            remarks = (*length_remarks(schedule, beyond=0), upper)
+            remarks = (*schedule.remarks(beyond=0), upper)
             first = schedule.ranges[0]
             if first.gamma < schedule.gamma:
                 lengths[first.high] = schedule.gamma
@@ -127,14 +115,14 @@ class Transformers(Engine):
         if not schedule.gamma:
             return Settings("model.generate(**inputs)")
         acceptance = schedule.acceptance
-        remarks = length_remarks(schedule)
-        if needs_method(self, acceptance) == "prompt_lookup_num_tokens":
+        remarks = schedule.remarks()
+        if self.method_of(acceptance) == "prompt_lookup_num_tokens":
             n = ngram_sizes(acceptance)["max"]
             text = f"model.generate(**inputs, prompt_lookup_num_tokens={schedule.gamma}, max_matching_ngram_size={n})"
             return Settings(text, (*remarks, *match_remarks(acceptance, self.name, shortest=True)))
         # The length is read from the assistant's generation_config, whose defaults change it in each step.
         text = (
-            f"assistant = AutoModelForCausalLM.from_pretrained({needs_model(self, acceptance)!r})\n"
+            f"assistant = AutoModelForCausalLM.from_pretrained({self.model_of(acceptance)!r})\n"
             f"assistant.generation_config.num_assistant_tokens = {schedule.gamma}\n"
             'assistant.generation_config.num_assistant_tokens_schedule = "constant"\n'
             "assistant.generation_config.assistant_confidence_threshold = 0.0\n"
@@ -166,7 +154,7 @@ class Aiconfigurator(Engine):
         remarks = [
             "it divides the time of a step by the mean; the spread of accepted tokens does not count: dynamo-mocker "
             "simulates that",
-            *length_remarks(schedule),
+            *schedule.remarks(),
         ]
         if acceptance.drafter not in ("", "mtp"):
             remarks.append(f"it prices the drafts as MTP layers of the target, not as {acceptance.drafter}")
@@ -192,7 +180,7 @@ class DynamoMocker(Aiconfigurator):
             "the rates are conditional: of token i if all before it were accepted; their products are Pr(tau >= i), so "
             "mean and spread of a step are as measured",
             "all requests have the same rates; differences between prompts are not simulated",
-            *length_remarks(schedule),
+            *schedule.remarks(),
         )
         return Settings(text, remarks)
 
@@ -208,9 +196,9 @@ class AtomSynthetic(Engine):
         if not schedule.gamma:
             return Settings("", ("start the server without --method",))
         acceptance = schedule.acceptance
-        method = needs_method(self, acceptance)
+        method = self.method_of(acceptance)
         arguments = ["--method", method, "--num-speculative-tokens", str(schedule.gamma)]
         if acceptance.model or method == "eagle3":
-            arguments += ["--draft-model", needs_model(self, acceptance)]
+            arguments += ["--draft-model", self.model_of(acceptance)]
         arguments += ["--spec-decode-acceptance-length", f"{1 + sum(acceptance.marginal):.2f}"]
-        return Settings(shell(arguments), (*synthetic_remarks(acceptance), *length_remarks(schedule)))
+        return Settings(shell(arguments), (*synthetic_remarks(acceptance), *schedule.remarks()))

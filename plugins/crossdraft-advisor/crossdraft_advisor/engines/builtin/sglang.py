@@ -21,17 +21,7 @@ from crossdraft.framework.util.limits import MOST_LEVELS
 
 from ..acceptance import WINDOWS, Acceptance
 from ..counter_definitions import DEFINITIONS
-from ..engine import (
-    Engine,
-    Schedule,
-    Settings,
-    length_remarks,
-    needs_method,
-    needs_model,
-    only_point_masses,
-    shell,
-    synthetic_remarks,
-)
+from ..engine import Engine, Schedule, Settings, only_point_masses, shell, synthetic_remarks
 from ..engine_log import Source
 from ..formats import AcceptanceFormat
 from ..prometheus import by_model, samples, title_of
@@ -97,10 +87,10 @@ class Sglang(Engine):
         if not schedule.gamma:
             return Settings("", ("start the server without --speculative-algorithm",))
         acceptance = schedule.acceptance
-        method = needs_method(self, acceptance)
+        method = self.method_of(acceptance)
         arguments = ["--speculative-algorithm", method]
         if acceptance.model or method not in ("NGRAM", "NEXTN"):
-            arguments += ["--speculative-draft-model-path", needs_model(self, acceptance)]
+            arguments += ["--speculative-draft-model-path", self.model_of(acceptance)]
         if method == "NGRAM":  # a chain has breadth 1
             arguments += ["--speculative-ngram-max-bfs-breadth", "1"]
         elif method not in _BLOCKS:
@@ -110,7 +100,7 @@ class Sglang(Engine):
             arguments += ["--speculative-use-rejection-sampling"]
         if acceptance.block:
             arguments += ["--speculative-use-block-verification"]
-        text, remarks = shell(arguments), list(length_remarks(schedule))
+        text, remarks = shell(arguments), list(schedule.remarks())
         if acceptance.block:
             remarks.append("block verification needs CUDA or ROCm; older releases do not have it")
         if method == "NGRAM" and acceptance.options:
@@ -235,7 +225,9 @@ def _log(source: Source) -> list[Acceptance]:
                 raise source.error(number, f"an accept len of {mean:g} does not include the bonus token")
             rows.append((number, n, n * (mean - 1)))
             if rate := _RATE.search(line):
-                possible = _lengths(mean, source.number(rate[1], number, "the accept rate"))
+                share = source.number(rate[1], number, "the accept rate")  # of the drafted tokens, with two decimals
+                low, high = (mean - 1.005) / (share + 0.005), (mean - 0.995) / max(share - 0.005, 1e-9)
+                possible = set(range(max(math.ceil(low), 1), min(math.floor(high), MOST_LEVELS) + 1))
                 lengths = possible if lengths is None else lengths & possible
     drafts = drafts_of(source) if rows else {}
     gamma = drafts.pop("draft_length", 0)
@@ -252,12 +244,6 @@ def _log(source: Source) -> list[Acceptance]:
         remarks.append(f"windows without drafts are omitted: {idle}")
     counts = [StepCounts(None, accepted, gamma=gamma, steps=n, line=number) for number, n, accepted in rows]
     return acceptances_of(counts, source, WINDOWS, exact=False, remarks=tuple(remarks), **drafts)
-
-
-def _lengths(mean: float, rate: float) -> set[int]:
-    """Draft lengths for which a rate with two decimals is that of the accepted among the drafted tokens."""
-    low, high = (mean - 1.005) / (rate + 0.005), (mean - 0.995) / max(rate - 0.005, 1e-9)
-    return set(range(max(math.ceil(low), 1), min(math.floor(high), MOST_LEVELS) + 1))
 
 
 def _add_gauges(source: Source) -> None:

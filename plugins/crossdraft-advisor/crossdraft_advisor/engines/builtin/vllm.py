@@ -14,18 +14,7 @@ from typing import Any, ClassVar
 
 from ..acceptance import WINDOWS, Acceptance
 from ..counter_definitions import DEFINITIONS, PREFILL_TOKENS
-from ..engine import (
-    Engine,
-    Schedule,
-    Settings,
-    length_remarks,
-    match_remarks,
-    needs_method,
-    needs_model,
-    ngram_sizes,
-    only_point_masses,
-    shell,
-)
+from ..engine import Engine, Schedule, Settings, match_remarks, ngram_sizes, only_point_masses, shell
 from ..engine_log import Source
 from ..formats import AcceptanceFormat
 from ..prometheus import ACCEPTED, DRAFTED, DRAFTS, REQUESTS, TOKENS, spec_decode, totals_by_model
@@ -102,7 +91,7 @@ class Vllm(Engine):
     def export(self, schedule: Schedule) -> Settings:
         if not schedule.gamma:
             return Settings("", ("start the server without --speculative-config",))
-        remarks = list(length_remarks(schedule))
+        remarks = list(schedule.remarks())
         if len(schedule.ranges) > 1:
             remarks.append("vLLM ignores the schedule with --data-parallel-size above 1")
         config = self._config(schedule)
@@ -116,10 +105,10 @@ class Vllm(Engine):
 
     def _config(self, schedule: Schedule) -> dict[str, Any]:
         acceptance = schedule.acceptance
-        method = needs_method(self, acceptance)
+        method = self.method_of(acceptance)
         config: dict[str, Any] = {"method": method}
         if method not in ("ngram", "mtp"):
-            config["model"] = needs_model(self, acceptance)
+            config["model"] = self.model_of(acceptance)
         elif method == "mtp" and acceptance.model:
             config["model"] = acceptance.model
         config["num_speculative_tokens"] = schedule.gamma

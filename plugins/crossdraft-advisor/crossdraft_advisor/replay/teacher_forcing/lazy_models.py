@@ -12,21 +12,16 @@ from typing import Any
 
 import torch
 
+from crossdraft import Checkpoint, CrossdraftError, DraftContext, LoadedModel, Sampling, load_model, load_tokenizer
 from crossdraft.framework.api.build import TargetContext, load_draft_model
-from crossdraft.framework.contracts.drafter import DraftContext
-from crossdraft.framework.contracts.models import TRANSFORMERS, Checkpoint, LoadedModel
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.errors import CrossdraftError
+from crossdraft.framework.contracts.models import TRANSFORMERS
 from crossdraft.framework.models.checkpoint import load_checkpoint
 from crossdraft.framework.models.configs import read_config
 from crossdraft.framework.models.device import pick_device
-from crossdraft.framework.models.load import load_model
 from crossdraft.framework.models.resolve import resolve
-from crossdraft.framework.models.tokenizer import load_tokenizer
 
 from ..response import Response
-from .draft_scores import DraftScores
-from .scoring import MakeContext, ScoringRequest, context_factory, sample_drafts, score_drafters
+from .scoring import DraftScores, MakeContext, ScoringRequest, context_factory, sample_drafts, score_drafters
 
 
 class Target:

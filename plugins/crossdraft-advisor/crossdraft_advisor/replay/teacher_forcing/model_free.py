@@ -13,15 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from crossdraft import DraftContext, Drafter, ModelError, Sampling, Sequences, UsageError
 from crossdraft.framework import plugins
-from crossdraft.framework.contracts.draft import Sequences
-from crossdraft.framework.contracts.drafter import DraftContext, Drafter
 from crossdraft.framework.contracts.rng import CounterRng
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.errors import ModelError, UsageError
 
 from ..response import Response
-from .draft_scores import DraftScores
+from .scoring import DraftScores
 
 WINDOW = 64  # texts per batch of comparisons
 SLOTS = 64  # slots of a drafter without a fast path: positions of one text

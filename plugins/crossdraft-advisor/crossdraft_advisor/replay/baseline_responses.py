@@ -14,7 +14,7 @@ from crossdraft.framework.errors import UsageError
 from crossdraft.framework.util.output_files import replace_text
 from crossdraft.framework.util.releases import release
 
-from . import log
+from ..report import log
 
 if TYPE_CHECKING:
     from crossdraft.framework.contracts.sampling import Sampling

@@ -1,0 +1,44 @@
+"""What commands print: their result as text, JSON or CSV, and progress."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from crossdraft import Table
+
+
+@dataclass(frozen=True)
+class Report:
+    """A result, each form of which is computed when it is printed."""
+
+    text: Callable[[], str]
+    data: Callable[[], Any]  # of JSON
+    records: Callable[[], Iterable[Mapping[str, Any]]] = tuple  # rows of CSV
+
+    def emit(self, options: Any) -> None:
+        """Print the result in the form that the options of a command choose."""
+        if options.json_:
+            print(json.dumps(self.data(), indent=2, default=_plain))
+        elif getattr(options, "csv", False):
+            print(Table.of(self.records()).csv())
+        else:
+            print(self.text())
+
+
+def _plain(value: Any) -> Any:
+    """An array or a dataclass as JSON has it."""
+    return value.tolist() if hasattr(value, "tolist") else asdict(value)
+
+
+def log(message: str) -> None:
+    """Print a progress message on standard error."""
+    print(f"crossdraft: {message}", file=sys.stderr, flush=True)
+
+
+def right(*names: str) -> list[tuple[str, str]]:
+    """Columns of a table with numbers that are written as texts."""
+    return [(name, "right") for name in names]
