@@ -28,23 +28,20 @@ __all__ = [
     "Source",
 ]
 
-_HOME = {
-    name: module
-    for module, names in {
-        ".engines.acceptance": "Acceptance",
-        ".engines.engine": "Engine Schedule Settings",
-        ".engines.engine_log": "Source",
-        ".engines.formats": "AcceptanceFormat",
-        ".engines.server": "EngineServer ServedCell ServerEvent ServerOptions",
-        ".replay.response_formats": "ResponseFormat",
-    }.items()
-    for name in names.split()
+_MODULES = {
+    ".engines.acceptance": "Acceptance",
+    ".engines.engine": "Engine Schedule Settings",
+    ".engines.engine_log": "Source",
+    ".engines.formats": "AcceptanceFormat",
+    ".engines.server": "EngineServer ServedCell ServerEvent ServerOptions",
+    ".replay.response_formats": "ResponseFormat",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    module = next((module for module, names in _MODULES.items() if name in names.split()), None)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name], __name__), name)
+    value = getattr(import_module(module, __name__), name)
     globals()[name] = value  # the next access does not come through here
     return value

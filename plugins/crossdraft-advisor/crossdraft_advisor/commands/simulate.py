@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from itertools import groupby
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from crossdraft import Argument, Command, Estimate, Table, UsageError
+from crossdraft import Argument, Command, Table, UsageError
 from crossdraft.framework.cli.options.run import JsonOptions
 from crossdraft.framework.cli.options.trust import TrustOptions
-from crossdraft.framework.metrics.columns import SIMULATION_COLUMNS
 from crossdraft.framework.runs.labels import counted
-from crossdraft.framework.util.estimate import estimate_text, spread
+from crossdraft.framework.util.estimate import estimate_text
 from crossdraft.framework.util.input_files import kind_of
 from crossdraft.framework.util.limits import (
     MOST_DEVICES,
@@ -173,7 +171,7 @@ class Simulate(CostOptions, TrustOptions, JsonOptions, Command):
         ]
         _remark(self, pool, remarks)
         data = {"title": title, "results": results, "remarks": remarks}
-        Report(lambda: as_text(title, results, remarks), lambda: data, lambda: map(_row, results)).emit(self)
+        Report(lambda: as_text(title, results, remarks), lambda: data, lambda: map(vars, results)).emit(self)
         return 0
 
 
@@ -285,13 +283,3 @@ def _table(rows: Sequence[PolicyResult]) -> str:
         cells += [estimate_text(row.regret.scaled(100) if row.regret else None, digits=1)] * regret
         body.append(cells)
     return Table(["policy", *right(*names)], body).text()
-
-
-def _row(result: PolicyResult) -> dict[str, Any]:
-    """A row of CSV, with the columns of `SIMULATION_COLUMNS`."""
-    row: dict[str, Any] = {}
-    for name in (f.name for f in fields(result)):
-        assert name in SIMULATION_COLUMNS
-        value = getattr(result, name)
-        row |= spread(name, value) if isinstance(value, Estimate) else {name: value}
-    return row

@@ -355,14 +355,8 @@ class Roofline:
 
     def parts(self, batch_size: float, width: float, context: float) -> dict[str, float]:
         """Seconds of a pass by part; ``other`` is kernel launches and communication."""
-        work = self.shape.work(
-            batch_size,
-            width,
-            context,
-            devices=self.devices,
-            weight_bytes=self.weight_bytes,
-            cache_bytes=self.cache_bytes,
-        )
+        machine: dict[str, Any] = {name: getattr(self, name) for name in ("devices", "weight_bytes", "cache_bytes")}
+        work = self.shape.work(batch_size, width, context, **machine)
         bandwidth = self.accelerator.bandwidth * self.efficiency[0]
         rate = self.accelerator.flops * self.efficiency[1]
         seconds = {part: max(w.bytes / bandwidth, w.flops / rate) for part, w in work.items()}
