@@ -206,7 +206,7 @@ def cause_of(counted: Counted, counts: EngineCounts, variants: Sequence[tuple[Ca
     return Cause(LENGTH, f"{text}: the engine ends drafts elsewhere")
 
 
-def other_definitions(definition: CounterDefinition) -> Iterator[tuple[Cause, CounterDefinition]]:
+def variants_of(definition: CounterDefinition) -> Iterator[tuple[Cause, CounterDefinition]]:
     """Definitions to try if an engine's counters are not those of ``definition``."""
     for accepted, text in _ACCEPTED.items():
         if accepted != definition.accepted:

@@ -21,16 +21,7 @@ from ...engines.formats import read_acceptances
 from ...engines.prometheus import DRAFTED, summed, totals_by_model
 from ...gate import GateCheck, Sample, checked
 from ...replay.aggregate import Row
-from ...replay.engine_counts import (
-    DTYPE,
-    TEMPLATE,
-    Cause,
-    Counted,
-    EngineCounts,
-    cause_of,
-    differing,
-    other_definitions,
-)
+from ...replay.engine_counts import DTYPE, TEMPLATE, Cause, Counted, EngineCounts, cause_of, differing, variants_of
 from ...replay.jsonl_formats import OTHER_TEMPLATE
 from ...replay.response import Response
 from ...report import Report, log, right
@@ -84,7 +75,7 @@ def _checked(
         raise UsageError(f"{file} holds the counters of {len(acceptances)} models or draft lengths; give those of one")
     drafted = summed(totals_by_model(DEFINITIONS[engine], text), DRAFTED) if DEFINITIONS[engine].prefix else None
     counted = Counted.of(acceptances[0], None if drafted is None else drafted.value)
-    variants, prompts = list(other_definitions(DEFINITIONS[engine])), dict[str, int]()
+    variants, prompts = list(variants_of(DEFINITIONS[engine])), dict[str, int]()
     definitions = [definition for _, definition in variants]
 
     def note(response: Response) -> None:
