@@ -171,8 +171,8 @@ class Remarks:
             self.warn(f"{acceptance.source} does not record the temperature; acceptance depends on it")
         if acceptance.rows and acceptance.pieces != WINDOWS and 1 < len(acceptance.rows) < _MIN_PIECES:
             self.warn(f"{acceptance.source}: {len(acceptance.rows)} {acceptance.pieces} are few; use more")
-        if acceptance.drafts is not None and acceptance.drafts < _MIN_DRAFTS:
-            self.warn(f"{acceptance.source}: {acceptance.drafts:.0f} drafts are few; use more")
+        if acceptance.drafts is not None and (drafts := acceptance.drafts * drafting) < _MIN_DRAFTS:
+            self.warn(f"{acceptance.source}: {drafts:.0f} drafts are few; use more")
 
     # -- an engine -----------------------------------------------------------------------------------------------
 

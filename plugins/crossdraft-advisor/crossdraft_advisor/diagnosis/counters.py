@@ -61,20 +61,20 @@ def signatures_of(texts: Sequence[str]) -> Report:
     lines = [*(f"Warning: {text}." for text in warnings), _conclusion(assessments, sources, checks)]
     if assessments[0].hypothesis.name == HEALTHY and reference.gamma > 1:
         lines += [f"{item.label + ': ' if item.label else ''}{_mean_over_positions(item)}" for item in counts]
-    parts = [_sources(counted), likelihoods(assessments), "\n".join(lines)]
+    parts = [_sources(counted, counts), likelihoods(assessments), "\n".join(lines)]
     return Report(lambda: "\n\n".join(parts), lambda: data)
 
 
-def _sources(counted: Sequence[tuple[CounterSource, Acceptance]]) -> str:
+def _sources(counted: Sequence[tuple[CounterSource, Acceptance]], counts: Sequence[Counts]) -> str:
     rows = []
-    for source, acceptance in counted:
+    for (source, acceptance), of_drafts in zip(counted, counts, strict=True):
         conditions = ", ".join(
             f"{key.replace('_', ' ')} {value:g}"
             for key in CIRCUMSTANCES
             if key != "gamma" and (value := getattr(source, key)) is not None
         )
-        drafts = "unknown" if acceptance.drafts is None else f"{acceptance.drafts:.0f}"
-        rates = " ".join(f"{rate:.2f}" for rate in acceptance.conditional)
+        drafts = "unknown" if acceptance.drafts is None else f"{of_drafts.at_least[0]:.0f}"
+        rates = " ".join(f"{of_drafts.rate(i):.2f}" for i in range(1, of_drafts.gamma + 1))
         rows.append([f"{acceptance.source}{f' ({conditions})' if conditions else ''}", drafts, rates])
     return Table(["counted", ("drafts", "right"), "go on at 1, 2, .."], rows).text()
 

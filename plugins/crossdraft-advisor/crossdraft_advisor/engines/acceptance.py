@@ -228,7 +228,8 @@ class Acceptance:
             return f"{len(self.rows)} independent {self.pieces}"
         if self.drafts is None or not self.marginal:
             return "the number of steps is unknown: intervals have the uncertainty of the cost only"
-        return f"{self.drafts:.0f} independent drafts; too narrow if prompts differ"
+        kind = "steps" if self.idle else "drafts"
+        return f"{self.drafts:.0f} independent {kind}; too narrow if prompts differ"
 
 
 def conditional_rates(marginal: np.ndarray) -> np.ndarray:

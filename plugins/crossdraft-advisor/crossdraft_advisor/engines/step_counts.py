@@ -255,8 +255,9 @@ def _counts(source: Source, line: int, fields: Mapping[str, Any], key: str) -> S
     shares = _histogram(source, line, fields, histogram) if histogram else []
     row = source.row(line)
     usage, choices = row.get("usage"), row.get("choices")
-    is_single = isinstance(usage, dict) and not (isinstance(choices, list) and len(choices) > 1)
-    items: list[Mapping[str, Any]] = [fields, usage if is_single else {}]
+    items: list[Mapping[str, Any]] = [fields]
+    if isinstance(usage, dict) and not (isinstance(choices, list) and len(choices) > 1):
+        items.append(usage)
     tokens = next((item for item in items if any(item.get(k) is not None for k in _TOKENS)), {})
     if any(fields.get(name) is not None for name in _ACCEPTED):
         accepted = count(source, line, fields, *_ACCEPTED)

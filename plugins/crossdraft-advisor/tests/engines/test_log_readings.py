@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from crossdraft_advisor import Acceptance, Source
 from crossdraft_advisor.commands.gate import samples_of
-from crossdraft_advisor.diagnosis.counters import read_counters
+from crossdraft_advisor.diagnosis.counters import read_counters, signatures_of
 from crossdraft_advisor.engines import engine_log
 from crossdraft_advisor.engines.formats import acceptances_in, read_acceptances
 from crossdraft_advisor.replay.responses import Reader
@@ -76,6 +76,13 @@ def test_plain_steps_of_a_log() -> None:
     assert acceptance.block_efficiency().value == pytest.approx(1000 / 840) and acceptance.drafts == 840
     assert acceptance.idle == pytest.approx(740 / 840) and acceptance.every_step
     assert acceptance.remarks == ("740 of 840 steps had no draft",)
+
+
+def test_plain_steps_are_not_drafts(tmp_path: Path) -> None:
+    """Diagnoses are of the steps with a draft, and print these."""
+    (file := tmp_path / "log").write_text(SPARSE)
+    assert re.search(r" 100  0\.70 0\.71 0\.60 0\.33\n", signatures_of([str(file)]).text())
+    assert one(SPARSE).interval_assumes.startswith("840 independent steps")
 
 
 def test_window_of_other_lengths() -> None:
