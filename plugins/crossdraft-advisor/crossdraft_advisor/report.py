@@ -1,4 +1,4 @@
-"""What commands print: their result as text, JSON or CSV, and progress."""
+"""Printing of commands: their result as text, JSON or CSV, and progress."""
 
 from __future__ import annotations
 

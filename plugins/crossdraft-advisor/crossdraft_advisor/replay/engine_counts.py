@@ -196,8 +196,8 @@ def cause_of(counted: Counted, counts: EngineCounts, variants: Sequence[tuple[Ca
     rounding = 0.5 + _ROUNDING * counts.drafts
     may_be_past_end = counts.unknown and (more >= -rounding).all() and more.sum() <= counts.unknown + rounding
     if may_be_past_end and abs(counted.drafts - counts.drafts) <= rounding and counted.agrees_in_tokens(counts):
-        most = f"up to {counts.unknown:.0f} drafted tokens past the ends of the responses"
-        text = f"{more.sum():.0f} of {most} were accepted; record the 'continuation' of the responses to count them"
+        past_end = f"up to {counts.unknown:.0f} drafted tokens past the ends of the responses"
+        text = f"{more.sum():.0f} of {past_end} were accepted; record the 'continuation' of the responses to count them"
         return Cause(END, text)
     if counted.draft_tokens is None or not replace(counted, draft_tokens=None).agrees(counts):
         return None
