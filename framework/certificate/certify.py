@@ -52,8 +52,6 @@ Checks = Literal["none", "quick", "all"]
 WIDE, _WIDE_ROWS = 2**16 + 64, 2
 #: Least number of rows of the batch that is verified again, and number of batches if all faults are looked for.
 CHECKED_ROWS, CHECKED_BATCHES = 8, 6
-
-
 #: Seed of the random numbers of a warm-up, and maximum number of tokens of a sequence.
 WARM_UP_SEED, MAX_TOKENS = 7, 200
 #: Least share of drafted steps with an unequal q, in the enumeration from the start that has the largest share.
@@ -192,10 +190,6 @@ class Certificate:
     @property
     def lossless(self) -> bool:
         return self.tv <= self.tolerance
-
-    @property
-    def drafted(self) -> bool:
-        return self.coverage.drafted > 0
 
 
 class Enumeration:

@@ -22,13 +22,11 @@ from ..contracts.drafter import DraftContext, Drafter
 from ..contracts.rng import CounterRng
 from ..contracts.sampling import Sampling
 from ..plugins import get
-from .certify import ROUNDING, WARM_UP_SEED, DrafterFactory, WarmUp, certify, limited_step
+from .certify import ROUNDING, SINGLE, WARM_UP_SEED, DrafterFactory, WarmUp, certify, limited_step
 from .draft_rows import DraftRecorder, DraftRow, draft_row, paths_of
 from .faults import FaultError, RandomWatch, files_of, outside_of_rng
 from .table_lm import Toy, ToyContext
 
-#: Largest difference of a probability that is round-off, and of one in float32.
-DEVIATION, SINGLE = 1e-9, 1e-6
 #: Steps of the drafts that are compared, and tokens of a sequence.
 STEPS, _MAX_TOKENS = 28, 64
 #: Largest difference between equal probabilities of two batches.
@@ -86,13 +84,11 @@ def check_independence(
     prompts: Sequence[Sequence[int]],
     depth: int,
     who: str,
-    check_rows: bool = True,
 ) -> None:
     """Raise FaultError if drafts of equal sequences with equal random numbers differ.
 
     Compared are two runs, a run whose ``sequences.tokens`` hold other tokens after the committed ones, one in slots
-    that other sequences used before, and each row by itself if ``check_rows`` and unless the drafter remembers other
-    sequences.
+    that other sequences used before, and rows by themselves, unless the drafter remembers other sequences.
     """
     drafter = build(context(1))
     remembers, rows = drafter.remembers(drafter.config), range(len(prompts))
@@ -107,7 +103,7 @@ def check_independence(
             f"{who} reads sequences.tokens after the committed tokens, which are not part of the sequence: row b ends "
             "after len(sequences.history[b]) tokens"
         )
-    if not remembers and check_rows:
+    if not remembers:
         for row in rows[:: 1 if differs else 2]:
             by_itself = _drafts(context, build, prompts, [row], depth)
             if difference := _difference([[step[row]] for step in first], by_itself):
@@ -318,7 +314,7 @@ class _Deviations:
         self._q: dict[Any, np.ndarray] = {}
         self._p: dict[Any, np.ndarray] = {}
         self._ended: dict[Any, float] = defaultdict(float)
-        self._deviation = DEVIATION
+        self._deviation = ROUNDING
 
     def end(self, context: Any, weight: float) -> None:
         """Count drafts that end at ``context``."""

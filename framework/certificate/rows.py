@@ -16,6 +16,7 @@ from .certify import Checks, Coverage, WarmUp, certify
 from .diagnosis import Diagnosis, diagnose
 from .draft_faults import check_drafter, check_independence_on, check_q, unequal_starts
 from .drafts import AnyDrafter, NamedDrafter
+from .drawn_tokens import check_long_texts
 from .faults import FaultError, error_message, files_of
 from .table_lm import Toy
 
@@ -218,6 +219,8 @@ def _exercised(toy: Toy, kind: NamedDrafter, row: Row, small: bool) -> Row:
                     check_independence_on(toy, kind.build, row.lengths, sampling, who)
                 single = fitting(1) or [1]
                 check_q(toy, kind.build, single, sampling, who, starts if small else starts[: 2 * _STARTS_LARGE])
+                if len(kind.memory) == 1 and depth and not (traits.point_mass or kind.translated):
+                    check_long_texts(lambda context: kind.build(context, depth), who)
             except FaultError as fault:
                 kind.memory[key] = starts, str(fault)
         starts, fault = kind.memory[key]

@@ -142,6 +142,15 @@ class TableLM:
         return TableLM(self._fork, self.batch_size, start=self._start)
 
 
+@cache
+def random_tables(vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Tables of a target and of a similar draft model."""
+    generator = torch.Generator().manual_seed(5)
+    target = (1.5 * torch.randn(vocab_size + 1, vocab_size, generator=generator, dtype=torch.float64)).softmax(-1)
+    noise = torch.randn(vocab_size + 1, vocab_size, generator=generator, dtype=torch.float64)
+    return target, (target.log() + 0.7 * noise).softmax(-1)
+
+
 #: Number of look-ahead embeddings of a toy.
 LOOK_AHEAD = 15
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import UsageError, printable
-from ..metrics.cell_metrics import counted_steps, paired_difference, prompts_of_pieces
+from ..metrics.cell_metrics import block_efficiency, counted_steps, paired_difference, prompts_of_pieces
 from ..metrics.component_times import ComponentTimes, Withheld, speed_up_ratio
 from ..recipe.recipe import RUN_KEYS
 from ..runs.labels import group_title, pair_title, setting_of, verifier_title
@@ -76,17 +76,17 @@ class Comparison:
 
 
 def compare_runs(a: FinishedRun, b: FinishedRun) -> Comparison:
-    """Compare the cells of two runs with the same pair and setting.
+    """Compare the cells of two runs with the same pair and setting, on the prompts that both have.
 
     Raises:
-        UsageError: the runs are the same, have different prompts, or have no pair in common.
+        UsageError: the runs are the same, or have no prompt or no pair in common.
     """
     runs = (a, b)
     names = tuple(printable(str(run.summary.directory)) for run in runs)
     if len({run.summary.directory.resolve() for run in runs}) == 1:
         raise UsageError(f"{names[0]} is given twice; give two different runs")
-    _check_prompts(runs)
     comparison = Comparison((names[0], names[1]))
+    shared = _shared_prompts(runs, comparison.remarks)
     drafting = [[r for r in run.summary.results if r.drafting] for run in runs]
     keys = _setting_keys(drafting, comparison.remarks)
     matched = _match(drafting[0], drafting[1], lambda c: (_setting(c, keys), *_pair(c)))
@@ -101,7 +101,7 @@ def compare_runs(a: FinishedRun, b: FinishedRun) -> Comparison:
     cells, order = [first.config for first, _ in matched], [id(result) for result in drafting[0]]
     for first, second in sorted(matched, key=lambda pair: order.index(id(pair[0]))):
         ratio, other_pieces = _ratio(first, second, runs)
-        comparison.pairs.append(_difference(first, second, ratio, cells))
+        comparison.pairs.append(_difference(first, second, ratio, cells, shared))
         if other_pieces and _OTHER_PIECES not in comparison.remarks:
             comparison.remarks.append(_OTHER_PIECES)
     return comparison
@@ -142,25 +142,30 @@ def comparison_text(comparison: Comparison, form: Literal["text", "markdown"] = 
 # -- pieces -----------------------------------------------------------------------------------------------------
 
 
-def _check_prompts(runs: Sequence[FinishedRun]) -> None:
-    """Raise UsageError if the runs have different prompts."""
-    digests = [{r.provenance.get("prompts") for r in run.summary.results} for run in runs]
-    prompts = [
-        {(record.prompt, record.question_id) for r in run.summary.results for record in r.records} for run in runs
-    ]
-    if prompts[0] == prompts[1] and (digests[0] == digests[1] or {None} in digests):
-        return
-    counts = [len(items) for items in prompts]
-    if prompts[0] != prompts[1] and prompts[0] & prompts[1] and counts[0] != counts[1]:
-        raise UsageError(
-            f"the runs cannot be compared: one has {counts[0]} prompts and the other {counts[1]}; run both with the "
-            "same limit"
-        )
-    if prompts[0] == prompts[1]:
-        raise UsageError("the runs cannot be compared: their prompts have the same ids, but different texts")
+def _shared_prompts(runs: Sequence[FinishedRun], remarks: list[str]) -> set[int]:
+    """Positions of the prompts that both runs have, with a remark if others are left out; raises UsageError if none."""
+    results = [run.summary.results for run in runs]
+    prompts = [{(record.prompt, record.question_id) for r in side for record in r.records} for side in results]
+    shared, counts = prompts[0] & prompts[1], [len(items) for items in prompts]
     sources = [printable(run.summary.recipe.prompts.source) for run in runs]
-    prompt_sets = " and ".join(f"{count} of {source}" for count, source in zip(counts, sources, strict=True))
-    raise UsageError(f"the runs cannot be compared: their prompts differ, {prompt_sets}")
+    if not shared or (prompts[0] != prompts[1] and sources[0] != sources[1]):
+        prompt_sets = " and ".join(f"{count} of {source}" for count, source in zip(counts, sources, strict=True))
+        raise UsageError(f"the runs cannot be compared: their prompts differ, {prompt_sets}")
+    digests = [{r.provenance.get("prompts") for r in side} for side in results]
+    changed = prompts[0] == prompts[1] and digests[0] != digests[1] and {None} not in digests
+    if prompts[0] != prompts[1]:  # their digest is one of all texts
+        one, other = results[0][0], results[1][0]
+        tokens = [{p["question_id"]: p["prompt_tokens"] for p in r.responses if not p["turn"]} for r in (one, other)]
+        changed = one.config.target == other.config.target and any(
+            tokens[0][key] != tokens[1][key] for key in tokens[0].keys() & tokens[1].keys()
+        )
+        remarks.append(
+            f"compared on the {len(shared)} prompts that both runs have, of {counts[0]} in A and {counts[1]} in B; "
+            "speed-ups are of all prompts of each, B ÷ A is of the pieces with the same prompts"
+        )
+    if changed:
+        raise UsageError("the runs cannot be compared: their prompts have the same ids, but different texts")
+    return {prompt for prompt, _ in shared}
 
 
 def _setting_keys(drafting: Sequence[Sequence[CellResult]], remarks: list[str]) -> tuple[str, ...]:
@@ -203,11 +208,12 @@ def _match(
 
 
 def _difference(
-    first: CellResult, second: CellResult, ratio: Estimate | None, cells: Sequence[CellConfig]
+    first: CellResult, second: CellResult, ratio: Estimate | None, cells: Sequence[CellConfig], shared: set[int]
 ) -> PairDifference:
     assert first.metrics is not None and second.metrics is not None
-    depth = max(first.metrics.depth, second.metrics.depth)
-    steps = [counted_steps(result.records, depth) for result in (first, second)]
+    depths = first.metrics.depth, second.metrics.depth
+    records = [[record for record in result.records if record.prompt in shared] for result in (first, second)]
+    steps = [counted_steps(own, max(depths)) for own in records]
     difference = paired_difference(steps[1], steps[0])
     prompts = len(set.intersection(*({record.prompt for record in records} for records in steps)))
     differs = []
@@ -218,16 +224,18 @@ def _difference(
         differs += [f"{key} {shown(x)} / {shown(y)}" for key, (x, y) in options.items() if x != y]
     marks = [str(mark_of(result)) for result in (first, second)]
     differs += [" / ".join(marks)] * (marks[0] != marks[1])
-    efficiency = first.metrics.block_efficiency, second.metrics.block_efficiency
+    one, other = (
+        block_efficiency(counted_steps(own, depth), depth) for own, depth in zip(records, depths, strict=True)
+    )
     speeds = first.metrics.speed_up, second.metrics.speed_up
     setting = group_title(first.config, cells)
     names = first.config.drafter.title, verifier_title(first)
     a, b = (m.speed_up_wall if m.withheld else None for m in (first.metrics, second.metrics))
-    return PairDifference(setting, *names, differs, efficiency, difference, speeds, ratio, prompts, (a, b))
+    return PairDifference(setting, *names, differs, (one, other), difference, speeds, ratio, prompts, (a, b))
 
 
 def _ratio(first: CellResult, second: CellResult, runs: Sequence[FinishedRun]) -> tuple[Estimate | None, bool]:
-    """The ratio of the speed-ups, and True if it has no interval because the runs divide the prompts differently."""
+    """The ratio of the speed-ups, over the pieces with the same prompts in both runs, and True if there are none."""
     results = (second, first)
     speeds = [metrics.speed_up.value for r in results if (metrics := r.metrics) and metrics.speed_up]
     if len(speeds) < 2:
@@ -237,12 +245,15 @@ def _ratio(first: CellResult, second: CellResult, runs: Sequence[FinishedRun]) -
         for result, run in zip(results, reversed(runs), strict=True)
     ]
     baselines = [r for group in groups for r in group if r.config.is_baseline]
-    pieces = {tuple(prompts_of_pieces(r.records, r.pieces)) for r in (*results, *baselines)}
-    if len(baselines) != 2 or len(pieces) != 1:
+    pieces = [prompts_of_pieces(r.records, r.pieces) for r in (*results, *baselines)]
+    common = [prompts for prompts in pieces[0] if all(prompts in own for own in pieces)]
+    if len(baselines) != 2 or not common:
         return Estimate(speeds[0] / speeds[1]), True
     times = []
-    for group, *pair in zip(groups, results, baselines, strict=True):
-        cell, baseline = ([r is own for r in group].index(True) for own in pair)
-        times.append((ComponentTimes(cells_of(group)), cell, baseline))
+    for group, *pair, own in zip(groups, results, baselines, pieces, strict=False):
+        cell, baseline = ([r is one for r in group].index(True) for one in pair)
+        chosen = [own.index(prompts) for prompts in common]
+        cells = [each._replace(pieces=[each.pieces[i] for i in chosen]) for each in cells_of(group)]
+        times.append((ComponentTimes(cells), cell, baseline))
     ratio = speed_up_ratio(*times)
     return None if isinstance(ratio, Withheld) else ratio, False

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..api.build import ModuleContext
-from ..certificate.table_lm import Toy, ToyContext
+from ..certificate.table_lm import Toy, ToyContext, random_tables
 from ..certificate.toys import built_in_toys
 from ..contracts.drafter import DraftContext
 from ..contracts.lm import LM
@@ -57,13 +57,10 @@ class Setting(ABC):
     Attributes:
         prompts: of different lengths, for ragged batches.
         eos: a token that the target emits occasionally.
-        drafts: number of drafts for the test of q. With 20,000, an error of two per cent in the probability of a common
-            token is six standard deviations.
     """
 
     prompts: Sequence[list[int]]
     eos: int
-    drafts: int = 20_000
 
     @abstractmethod
     def context(self, batch_size: int, sampling: Sampling, device: str = "cpu") -> DraftContext:
@@ -78,21 +75,13 @@ class Toys(Setting):
     eos = 4
 
     def context(self, batch_size: int, sampling: Sampling, device: str = "cpu") -> DraftContext:
-        target, drafter = _tables()
+        target, drafter = random_tables(5)
         return ToyContext(target.to(device), drafter.to(device), sampling, batch_size)
 
     @property
     def toys(self) -> list[Toy]:
         """Toys for enumeration: small, with rows that expose every known mistake."""
         return [toy for toy in built_in_toys() if toy.name in ("T0", "G2")]
-
-
-@cache
-def _tables() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    target = (1.5 * torch.randn(6, 5, generator=generator, dtype=torch.float64)).softmax(-1)
-    noise = torch.randn(6, 5, generator=generator, dtype=torch.float64)
-    return target, (target.log() + 0.7 * noise).softmax(-1)
 
 
 class TinyModel(Setting):
@@ -104,7 +93,6 @@ class TinyModel(Setting):
 
     prompts = ([5, 9, 3, 7, 11], [6, 2], [8, 4, 8, 4, 8, 4, 8], [3, 3, 10, 12])
     eos = 4
-    drafts = 4_000  # passes are slower
 
     def context(self, batch_size: int, sampling: Sampling, device: str = "cpu") -> DraftContext:
         return TinyContext(self.model(device), sampling, batch_size)

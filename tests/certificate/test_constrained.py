@@ -73,7 +73,7 @@ def test_verifiers_keep_masked_distribution(
 ) -> None:
     steps = 1 if draft.startswith("iid") else 2
     certificate = certificate_of(toys[name], drafts[draft], verifier, steps, mask_drafts=mask_drafts)
-    assert certificate.drafted and certificate.tv <= TOLERANCE
+    assert certificate.coverage.drafted and certificate.tv <= TOLERANCE
 
 
 @pytest.mark.parametrize("draft", ["chain", "point-mass", "tree-top-2-1"])

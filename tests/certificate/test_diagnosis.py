@@ -96,9 +96,9 @@ def test_labels_of_scope_exist() -> None:
 def test_only_one_test_reports_reset_without_remembers() -> None:
     contract = type("Contract", (DrafterContract,), {"drafter": faulty_drafters.ResetWithoutRemembers})()
     with pytest.raises(pytest.skip.Exception, match="see test_remembers"):
-        contract.skip_after_wrong_memory("test_reused_slots")
+        contract.skip_after_wrong_memory("test_limits")
     contract.skip_after_wrong_memory("test_remembers")
     with pytest.raises(AssertionError, match="set remembers = True in the test class"):
         contract.test_remembers()
     type(contract).remembers = True
-    contract.skip_after_wrong_memory("test_reused_slots")
+    contract.skip_after_wrong_memory("test_limits")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from drafters_with_memory import MISTAKES, Squared, StaleTable, Successors
+from drafters_with_memory import LATER, MISTAKES, Squared, StaleTable, Successors
 
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate.certify import UNEQUAL_SHARE, Coverage, WarmUp, certify
 from crossdraft.framework.certificate.draft_faults import check_drafter, unequal_starts
+from crossdraft.framework.certificate.drawn_tokens import check_long_texts
 from crossdraft.framework.certificate.faults import FaultError
 from crossdraft.framework.certificate.table_lm import Toy
 from crossdraft.framework.contracts.sampling import Sampling
@@ -37,6 +38,18 @@ def test_mistake_is_named(toys: dict[str, Toy], drafter: type[Successors], lag: 
 @pytest.mark.parametrize("toy", ["T0", "G1"])
 def test_honest_memory_passes(toys: dict[str, Toy], toy: str) -> None:
     check(toys[toy], Successors, 0)
+
+
+@pytest.mark.parametrize("drafter, lag", LATER)
+def test_later_mistake_is_named(toys: dict[str, Toy], drafter: type[Successors], lag: int) -> None:
+    """It passes by enumeration, and fails in long texts."""
+    check(toys["T0"], drafter, lag)
+    with pytest.raises(FaultError, match="depending on its value" if "Cut" in drafter.__name__ else "q is not the"):
+        check_long_texts(lambda context: drafter(drafter.Config(lag=lag), context), "it")
+
+
+def test_honest_memory_passes_in_long_texts() -> None:
+    check_long_texts(lambda context: Successors(Successors.Config(lag=0), context), "it")
 
 
 def test_coverage_of_filled_memory(toys: dict[str, Toy]) -> None:

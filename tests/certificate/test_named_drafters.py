@@ -147,7 +147,7 @@ def certificate_of(toy: Toy, drafter: type[Drafter], steps: int, **options: Any)
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_honest_learner_passes(toys: dict[str, Toy], drafter: type, rule: str) -> None:
     two = certificate_of(toys["T0"], drafter, 2, rule=rule, gamma=1)
-    assert two.lossless and two.drafted
+    assert two.lossless and two.coverage.drafted
     # T0's target does not depend on the context: a drafter that had learnt nothing would accept as much again.
     assert two.expected_tau[1] > two.expected_tau[0] + 0.01
 
@@ -184,8 +184,8 @@ def test_memory_of_all_sequences_sees_one_path_at_time(toys: dict[str, Toy]) -> 
 def test_somebody_elses_learner(toys: dict[str, Toy]) -> None:
     """It drafts what followed most often: nothing in the first step, something in the second."""
     one, two = certificate_of(toys["G2"], Frequent, 1), certificate_of(toys["G2"], Frequent, 2)
-    assert one.lossless and not one.drafted
-    assert two.lossless and two.drafted and two.expected_tau[1] > 0
+    assert one.lossless and not one.coverage.drafted
+    assert two.lossless and two.coverage.drafted and two.expected_tau[1] > 0
 
 
 def test_replayed_steps_agree_with_merged_ones(toys: dict[str, Toy]) -> None:

@@ -79,7 +79,7 @@ def test_every_id_is_token_of_vocabulary(toys: dict[str, Toy], label: str) -> No
     g1 = toys["G1"]
     rule = plugins.get("verifiers", "sample-match")
     certificate = certify(g1, lambda context, gamma: Spy(kind.config(gamma)[1], context), rule, steps=2, gamma=1)
-    assert certificate.lossless and certificate.drafted
+    assert certificate.lossless and certificate.coverage.drafted
     assert ids == {0, 1, 2} == set(range(g1.vocab_size))
 
 

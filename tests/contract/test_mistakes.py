@@ -192,7 +192,7 @@ def drafter_contract(cls: type[Drafter]) -> DrafterContract:
         ),
         (DropsWhatItLookedAt, "test_output_follows_the_target", "a token was dropped depending on its value"),
         (SharesState, "test_rows_do_not_share_state", "rows share state"),
-        (LeavesSomething, "test_reused_slots", "a slot keeps state of its last sequence"),
+        (LeavesSomething, "test_drafts_depend_on_sequences_and_rng_only", "a slot keeps state of its last sequence"),
         (OutOfVocabulary, "test_every_draft_keeps_the_contract", "outside of the vocabulary"),
         (ShapeOffByOne, "test_every_draft_keeps_the_contract", "draft.parents of shape .*: a shape is off"),
         (LawsOffByOne, "test_every_draft_keeps_the_contract", "too few rows .*: a shape is off"),

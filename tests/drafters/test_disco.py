@@ -52,7 +52,7 @@ def build(checkpoint: str, **options: Any) -> Callable:
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_lossless_by_enumeration(toys: dict[str, Toy], tmp_path: Path, toy: str, rule: str) -> None:
     certificate = certify(toys[toy], build(saved(tmp_path)), plugins.get("verifiers", rule), steps=2, gamma=2)
-    assert certificate.tv <= TOLERANCE and certificate.drafted
+    assert certificate.tv <= TOLERANCE and certificate.coverage.drafted
 
 
 def test_classifier_that_reads_tokens_probability_is_threshold(toys: dict[str, Toy], tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_lossless_while_it_learns(toys: dict[str, Toy], toy: str, rule: str, mon
     monkeypatch.setattr(learnt_threshold, "ENOUGH", 1)
     options = build(policy={"name": "learnt-threshold", "threshold": 0.45})
     certificate = certify(toys[toy], options, plugins.get("verifiers", rule), steps=2, gamma=[2, 2])
-    assert certificate.tv <= TOLERANCE and certificate.drafted
+    assert certificate.tv <= TOLERANCE and certificate.coverage.drafted
 
 
 class Peeks(LearntThresholdLength):

@@ -105,15 +105,59 @@ def test_cells_of_one_side(tmp_path: Path) -> None:
     assert "- only in A: draft-model-iid × spectr" in comparison_text(result, "markdown")
 
 
-def test_different_pieces_have_no_interval(tmp_path: Path) -> None:
+def only(run: FinishedRun, count: int) -> FinishedRun:
+    """The run on the first prompts, a piece each."""
+    for result in run.summary.results:
+        result.records = [r for r in result.records if r.prompt < count]
+        result.responses, result.pieces = result.responses[:count], result.pieces[:count]
+        assert result.metrics is not None
+        result.metrics = measure(result.records, result.pieces, gamma=3, depth=result.metrics.depth)
+    for key in {result.config.group for result in run.summary.results}:
+        compare_group([result for result in run.summary.results if result.config.group == key])
+    return run
+
+
+def test_runs_that_share_prompts(tmp_path: Path) -> None:
+    """Both sides are of the prompts that both have; the other way round, too."""
+    for name, counts in (("x", (6, 4)), ("y", (4, 6))):
+        a, b = (only(run_of(tmp_path / f"{name}{side}"), n) for side, n in zip("ab", counts, strict=True))
+        result = compare_runs(a, b)
+        assert result.remarks[0].startswith(f"compared on the 4 prompts that both runs have, of {counts[0]} in A")
+        for pair in result.pairs:
+            assert pair.prompts == 4 and pair.difference is not None and pair.difference.value == 0
+            assert pair.block_efficiency[0] == pair.block_efficiency[1]
+            assert (
+                pair.ratio is not None and pair.ratio.low is not None and pair.ratio.value == pytest.approx(1, abs=0.1)
+            )
+    b.summary.results[0].responses[0]["prompt_tokens"] = 41
+    with pytest.raises(UsageError, match="the same ids, but different texts"):
+        compare_runs(a, b)
+
+
+def test_pieces_in_another_order(tmp_path: Path) -> None:
     a, b = run_of(tmp_path / "a"), run_of(tmp_path / "b")
-    assert prompts_of_pieces(a.summary.results[1].records, a.summary.results[1].pieces) == [
-        frozenset([i]) for i in range(6)
-    ]
-    for result in b.summary.results:  # cut in another order
+    pieces = [prompts_of_pieces(r.records, r.pieces) for r in (a.summary.results[1], *b.summary.results)]
+    assert pieces[0] == [frozenset([i]) for i in range(6)]
+    for result in b.summary.results:
         order = {p: [r for r in result.records if r.prompt == p] for p in reversed(range(6))}
         result.records = [r for records in order.values() for r in records]
         result.pieces = result.pieces[::-1]
+    for pair in compare_runs(a, b).pairs:
+        assert pair.ratio is not None and pair.ratio.low is not None and pair.ratio.value == pytest.approx(1)
+
+
+def test_different_pieces_have_no_interval(tmp_path: Path) -> None:
+    a, b = run_of(tmp_path / "a"), run_of(tmp_path / "b")
+    for result in b.summary.results:  # two prompts a piece
+        result.pieces = [
+            replace(
+                one,
+                emitted=one.emitted + other.emitted,
+                seconds={phase: s + other.seconds[phase] for phase, s in one.seconds.items()},
+                steps={shape: [*rows, *other.steps[shape]] for shape, rows in one.steps.items()},
+            )
+            for one, other in zip(result.pieces[::2], result.pieces[1::2], strict=True)
+        ]
     slower(b, "block", 3.0)
     actual = compare_runs(a, b)
     assert all(pair.ratio is not None and pair.ratio.low is None for pair in actual.pairs)
@@ -126,11 +170,6 @@ def test_incomparable_runs(tmp_path: Path) -> None:
     a = run_of(tmp_path / "a")
     with pytest.raises(UsageError, match="is given twice; give two different runs"):
         compare_runs(a, run_of(tmp_path / "b" / ".." / "a"))
-    b = run_of(tmp_path / "b")
-    for result in b.summary.results:
-        result.records = [r for r in result.records if r.prompt < 4]
-    with pytest.raises(UsageError, match="one has 6 prompts and the other 4; run both with the same limit"):
-        compare_runs(a, b)
     c = run_of(tmp_path / "c")
     for result in c.summary.results:
         result.records = [replace(r, question_id=f"other {r.prompt}") for r in result.records]

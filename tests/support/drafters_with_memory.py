@@ -215,3 +215,43 @@ MISTAKES: dict[type[Successors], str] = {
     Smoothed: "q is not the distribution that tokens are drawn from",
     OwnRandomNumbers: "takes random numbers outside of rng",
 }
+
+
+class Commonest(Successors):
+    """Draws one of the ten commonest tokens of the sequence, and reports all."""
+
+    def table(self, row: int) -> Tensor | None:
+        counts = super().table(row)
+        return None if counts is None else counts.sum(0).expand_as(counts)
+
+    def drawn_from(self, probs: Tensor, row: int) -> Tensor:
+        top = probs.topk(min(10, len(probs))).indices
+        return _power(torch.zeros_like(probs).index_copy(0, top, probs[top]), 1.0)
+
+
+class Warped(Successors):
+    """Draws at the target's temperature, and reports counts."""
+
+    def drawn_from(self, probs: Tensor, row: int) -> Tensor:
+        return _power(probs, 1 / (self.context.sampling.temperature or 1))
+
+
+class ThirdSequence(Squared):
+    """Makes its mistake from the third sequence of a slot on."""
+
+    def start(self, row: int, prompt: Sequence[int], hidden: Any = None) -> None:
+        super().start(row, prompt)
+        self.starts = getattr(self, "starts", {}) | {row: getattr(self, "starts", {}).get(row, 0) + 1}
+
+    def late(self, row: int) -> bool:
+        return self.starts[row] > 2
+
+
+#: Drafters and lags that no enumeration reaches.
+LATER: tuple[tuple[type[Successors], int], ...] = (
+    (Squared, 50),
+    (CutByContent, 50),
+    (Commonest, 0),
+    (Warped, 0),
+    (ThirdSequence, 0),
+)

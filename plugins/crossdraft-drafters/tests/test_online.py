@@ -37,7 +37,7 @@ def certificate_of(toy: Toy, rule: str, drafter: type[Online] = Online, **option
 @pytest.mark.parametrize(("rule", "toy"), [("token", "T0"), ("block", "G3")])
 def test_running_drafter_is_lossless(rule: str, toy: str) -> None:
     learning, frozen = certificate_of(TOYS[toy], rule), certificate_of(TOYS[toy], rule, every=9)
-    assert learning.lossless and frozen.lossless and learning.drafted
+    assert learning.lossless and frozen.lossless and learning.coverage.drafted
     assert learning.expected_tau[0] == pytest.approx(frozen.expected_tau[0], abs=1e-12)
     assert abs(learning.expected_tau[1] - frozen.expected_tau[1]) > 1e-3, "the second step draws from other weights"
 

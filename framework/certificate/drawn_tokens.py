@@ -1,0 +1,123 @@
+"""Frequencies of drawn tokens compared with the reported q, over thousands of drafts of long texts.
+
+Enumeration is exact and reaches the first dozens of tokens of small vocabularies. A drafter may be wrong later, with
+more tokens in its memory, in a slot that was used before, after a rejection, or at another temperature. Given the
+earlier draws, the indicator of a token minus its q has mean 0 for any shape of the draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..api.build import build_decoder
+from ..contracts.draft import Draft, take_rows
+from ..contracts.drafter import DraftContext, Drafter
+from ..contracts.rng import CounterRng
+from ..contracts.sampling import Sampling
+from ..contracts.steps import StepEvent
+from ..plugins import get
+from .draft_faults import repeated_texts
+from .faults import FaultError
+from .table_lm import ToyContext, random_tables
+
+#: Standard deviations of a mean from 0 that are a fault: once in a million tests of 100 tokens.
+FAR = 6.0
+#: Batch size, and number of tokens of the large vocabulary: more than a top-k usually has.
+_ROWS, _VOCABULARY = 48, 96
+#: Sampling of the long texts.
+_SAMPLINGS = (Sampling(), Sampling(temperature=0.6, top_k=8))
+
+
+def check_long_texts(build: Callable[[DraftContext], Drafter], who: str) -> None:
+    """`check_mean` on texts of 128 tokens of a large vocabulary, at two temperatures, with three sequences a slot."""
+    prompts = repeated_texts(_VOCABULARY)
+    for sampling in _SAMPLINGS:
+        context = ToyContext(*random_tables(_VOCABULARY), sampling, _ROWS)
+        check_mean(context, build, prompts, 3 * _ROWS, 128, who)
+
+
+def check_mean(
+    context: DraftContext,
+    build: Callable[[DraftContext], Drafter],
+    prompts: Sequence[Sequence[int]],
+    sequences: int,
+    tokens: int,
+    who: str,
+) -> None:
+    """Raise FaultError if drawn tokens do not follow q on average, over sequences of ``tokens`` tokens."""
+    counted, verifier = Counted(), get("verifiers", "sample-match")()
+    decoder = build_decoder(context, build, verifier, rng=CounterRng(), on_step=counted, max_new_tokens=tokens)
+    for _ in decoder.run([prompts[i % len(prompts)] for i in range(sequences)]):
+        if not counted.drafts:
+            return
+    if (kept := counted.deviation("kept")) < FAR:
+        return
+    fault, cure = "q is not the distribution that tokens are drawn from", "Report the probabilities after all warping"
+    if counted.deviation("all") < FAR:  # all that were drawn follow q
+        fault, cure = "a token was dropped depending on its value", "Keep it, or decide before drawing"
+    raise FaultError(
+        f"{who}: {fault}: tokens of drafts deviate from q by {kept:.1f} standard deviations (temperature "
+        f"{context.sampling.temperature:g}, {counted.drafts:,} drafts in texts of {tokens} tokens). {cure}"
+    )
+
+
+class Counted:
+    """Observed minus expected counts of drawn tokens over steps; an ``on_step`` callback.
+
+    Tokens are counted by id and by the rank of their probability in an unequal q, because deviations of a q that is
+    reported too sharp or too flat cancel in the sums by id.
+
+    Attributes:
+        drafts: number of drafts with a q.
+    """
+
+    def __init__(self) -> None:
+        self.drafts = 0
+        self._sums: dict[str, Tensor] = {}
+
+    def __call__(self, event: StepEvent) -> None:
+        if event.draft.q is None or not event.draft.width:
+            return
+        busy = torch.tensor([prompt is not None for prompt in event.prompts])[:, None]
+        tokens, probs, valid = draws(event.draft.candidates)
+        difference = (torch.zeros_like(probs).scatter_(2, tokens[..., None], 1.0) - probs).double()
+        ranked = difference.gather(2, probs.argsort(2, descending=True))
+        ranked = ranked * (probs.amax(2) - probs.masked_fill(probs <= 0, torch.inf).amin(2) > 1e-6)[..., None]
+        both = torch.cat([difference, ranked], 2)
+        for name, counts in (("kept", valid & busy), ("all", busy.expand_as(valid))):
+            selected = both * counts[..., None]
+            for key, terms in ((name, selected.sum(0)), (f"{name}2", selected.square().sum(0))):
+                self._sums[key] = _add(self._sums[key], terms) if key in self._sums else terms
+        self.drafts += int(busy.sum())
+
+    def deviation(self, name: Literal["kept", "all"]) -> float:
+        """Largest deviation of a token in standard deviations, at least 5 because few terms are not significant."""
+        return float((self._sums[name].abs() / self._sums[f"{name}2"].sqrt().clamp(min=5.0)).max())
+
+
+def draws(draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
+    """Drawn tokens ``[B, E]``, their probabilities ``[B, E, V]``, and validity ``[B, E]``.
+
+    E enumerates nodes; for i.i.d. sequences, which share nodes, the tokens of every sequence.
+    """
+    assert draft.q is not None
+    q_index = torch.arange(draft.width).expand_as(draft.tokens) if draft.q_index is None else draft.q_index
+    tokens, valid = draft.tokens, draft.valid
+    sequences = draft.drawn_sequences()
+    if sequences is not None:
+        entry = sequences.transpose(1, 2).flatten(1)
+        valid, entry = entry >= 0, entry.clamp(min=0)
+        tokens, q_index = tokens.gather(1, entry), q_index.gather(1, entry)
+    return tokens, take_rows(draft.q, q_index), valid
+
+
+def _add(total: Tensor, other: Tensor) -> Tensor:
+    """Sum of tables ``[N, V]`` with different N."""
+    larger, smaller = (total, other) if len(total) >= len(other) else (other, total)
+    out = larger.clone()
+    out[: len(smaller)] += smaller
+    return out
