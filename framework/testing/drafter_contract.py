@@ -253,7 +253,7 @@ class DrafterContract(OneThread):
         if 0.0 not in self.each_temperature():
             return
         none = get("drafters", "none")
-        decoder = self.decoder(1, 0.0, (none, none.Config()), max_new_tokens=NEW_TOKENS)
+        decoder = self.decoder(1, 0.0, drafter=(none, none.Config()), max_new_tokens=NEW_TOKENS)
         single = _by_index(decoder.run(self.setting.prompts))
         for i, response in self.decode(3, 0.0).items():
             assert response.tokens == single[i].tokens, (

@@ -236,15 +236,15 @@ class Warped(Successors):
         return _power(probs, 1 / (self.context.sampling.temperature or 1))
 
 
-class ThirdSequence(Squared):
+class ThirdSequence(Commonest):
     """Makes its mistake from the third sequence of a slot on."""
 
     def start(self, row: int, prompt: Sequence[int], hidden: Any = None) -> None:
         super().start(row, prompt)
         self.starts = getattr(self, "starts", {}) | {row: getattr(self, "starts", {}).get(row, 0) + 1}
 
-    def late(self, row: int) -> bool:
-        return self.starts[row] > 2
+    def drawn_from(self, probs: Tensor, row: int) -> Tensor:
+        return super().drawn_from(probs, row) if self.starts[row] > 2 else probs
 
 
 #: Drafters and lags that no enumeration reaches.
