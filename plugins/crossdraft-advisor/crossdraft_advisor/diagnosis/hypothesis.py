@@ -123,20 +123,21 @@ class Known(Curve):
 
 
 @dataclass(frozen=True)
-class Around(Curve):
+class Around(Known):
     """Rates of a replay behind an unknown shift of all x_i, which changes by ``step`` from position to position."""
 
-    rates: tuple[float, ...]
     spread: float
     step: float = 0.3
 
     def prior(self, position: int, before: np.ndarray) -> np.ndarray:
         if position > len(self.rates):
-            return super().prior(position, before)
+            return Curve.prior(self, position, before)
         centers = np.clip(logit(np.array(self.rates)), GRID[0], GRID[-1])
+        own = self.errors[position - 1]
         if position == 1:
-            return Level(float(centers[0]), self.spread).on_grid() * before.sum(-1, keepdims=True)
-        return before @ _kernel(self.step, float(centers[position - 1] - centers[position - 2]))
+            return Level(float(centers[0]), math.hypot(self.spread, own)).on_grid() * before.sum(-1, keepdims=True)
+        step = math.hypot(self.step, own, self.errors[position - 2])
+        return before @ _kernel(step, float(centers[position - 1] - centers[position - 2]))
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class _Precision:
 
 
 #: Of other responses, of those that were counted, and of those if acceptance is deterministic.
-OTHER = _Precision(0.05, 1.0, 1500.0, 80.0)
+OTHER = _Precision(0.05, 1.0, 1500.0, 120.0)
 OWN, EXACT = _Precision(0.03, 1.0, math.inf, 20.0), _Precision(0.03, 4.0, math.inf, 8.0)
 ALIKE = 10.0  # ratio of likelihoods up to which a reading is named, too
 _MOST_RESPONSES = 1e5  # responses that are not worth recording to distinguish two readings
@@ -177,8 +177,8 @@ def _assessed(
     evidence = readings[0].evidence if readings and any(reading.prior for reading in readings) else 0.0
     curves: list[Curve] = [Curve()]
     if readings:
-        rates = readings[0].curves[0].rates  # type: ignore[attr-defined]
-        curves += [Around(rates, spread) for spread in _SHIFTS]
+        known = _known(next(iter(replayed.values())).counts, precision)
+        curves += [Around(known.rates, known.errors, spread) for spread in _SHIFTS]
     shapes = [replace(shape, prior=SHAPE, evidence=evidence) for shape in faulty_shapes(counted.gamma)]
     meaning = "the server computes what no reading describes, such as another checkpoint (--or-model)"
     unlisted = Hypothesis(UNLISTED, meaning, "", curves, prior=precision.unlisted, evidence=evidence)
