@@ -235,7 +235,7 @@ def _difference(
 
 
 def _ratio(first: CellResult, second: CellResult, runs: Sequence[FinishedRun]) -> tuple[Estimate | None, bool]:
-    """The ratio of the speed-ups, over the pieces with the same prompts in both runs, and True if there are none."""
+    """The ratio of the speed-ups, over the pieces with the same prompts in both runs, and True without such pieces."""
     results = (second, first)
     speeds = [metrics.speed_up.value for r in results if (metrics := r.metrics) and metrics.speed_up]
     if len(speeds) < 2:
