@@ -105,8 +105,8 @@ class OpenVINOPass(ForwardPass):
         compiled, self._outputs = self._source.compiled(numbers)
         self._request = compiled.create_infer_request()
         for name, memory in self.cache.memory.items():
-            shape, numbers = openvino.Shape(memory.flatten(0, 1).shape), memory.view(torch.uint8).numpy()
-            self._request.set_tensor(name, openvino.Tensor(numbers, shape, PRECISIONS[memory.dtype]))
+            shape, data = openvino.Shape(memory.flatten(0, 1).shape), memory.view(torch.uint8).numpy()
+            self._request.set_tensor(name, openvino.Tensor(data, shape, PRECISIONS[memory.dtype]))
 
     def _read(self, probe: bool) -> list[tuple[Any, tuple[float, ...]]]:
         """Parts of the model, and states of its tensors."""
