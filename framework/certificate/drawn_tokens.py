@@ -13,13 +13,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..api.build import build_decoder
+from ..api.build import StrategyLike, build_decoder, make_verifier
 from ..contracts.draft import Draft, take_rows
 from ..contracts.drafter import DraftContext, Drafter
 from ..contracts.rng import CounterRng
 from ..contracts.sampling import Sampling
 from ..contracts.steps import StepEvent
-from ..plugins import get
 from .draft_faults import repeated_texts
 from .faults import FaultError
 from .table_lm import ToyContext, random_tables
@@ -28,16 +27,20 @@ from .table_lm import ToyContext, random_tables
 FAR = 6.0
 #: Batch size, and number of tokens of the large vocabulary: more than a top-k usually has.
 _ROWS, _VOCABULARY = 48, 96
-#: Sampling of the long texts.
-_SAMPLINGS = (Sampling(), Sampling(temperature=0.6, top_k=8))
+#: Sampling, verifier and sequences a slot of long texts; the last verifier accepts most drafts, whatever their q.
+_TEXTS: tuple[tuple[Sampling, StrategyLike, int], ...] = (
+    (Sampling(), "sample-match", 3),
+    (Sampling(temperature=0.6, top_k=8), "sample-match", 3),
+    (Sampling(top_k=_VOCABULARY - 8), {"name": "top-k", "k": _VOCABULARY, "tolerance": 1e9}, 1),
+)
 
 
 def check_long_texts(build: Callable[[DraftContext], Drafter], who: str) -> None:
-    """`check_mean` on texts of 128 tokens of a large vocabulary, at two temperatures, with three sequences a slot."""
+    """`check_mean` on texts of 128 tokens of a large vocabulary, with most drafts rejected and with most accepted."""
     prompts = repeated_texts(_VOCABULARY)
-    for sampling in _SAMPLINGS:
+    for sampling, verifier, sequences in _TEXTS:
         context = ToyContext(*random_tables(_VOCABULARY), sampling, _ROWS)
-        check_mean(context, build, prompts, 3 * _ROWS, 128, who)
+        check_mean(context, build, prompts, sequences * _ROWS, 128, who, verifier)
 
 
 def check_mean(
@@ -47,10 +50,11 @@ def check_mean(
     sequences: int,
     tokens: int,
     who: str,
+    verifier: StrategyLike = "sample-match",
 ) -> None:
     """Raise FaultError if drawn tokens do not follow q on average, over sequences of ``tokens`` tokens."""
-    counted, verifier = Counted(), get("verifiers", "sample-match")()
-    decoder = build_decoder(context, build, verifier, rng=CounterRng(), on_step=counted, max_new_tokens=tokens)
+    counted, rule = Counted(), make_verifier(verifier)
+    decoder = build_decoder(context, build, rule, rng=CounterRng(), on_step=counted, max_new_tokens=tokens)
     for _ in decoder.run([prompts[i % len(prompts)] for i in range(sequences)]):
         if not counted.drafts:
             return

@@ -247,6 +247,18 @@ class ThirdSequence(Commonest):
         return super().drawn_from(probs, row) if self.starts[row] > 2 else probs
 
 
+class AfterWholeDrafts(Commonest):
+    """Makes its mistake after three whole drafts in a row."""
+
+    def observe(self, sequences: Any, draft: Any, verdict: Any, accepted: Sequence[int], scores: Any) -> None:
+        super().observe(sequences, draft, verdict, accepted, scores)
+        whole, before = draft.count.tolist(), getattr(self, "streak", {})
+        self.streak = {r: before.get(r, 0) + 1 if n and n == whole[r] else 0 for r, n in enumerate(accepted)}
+
+    def drawn_from(self, probs: Tensor, row: int) -> Tensor:
+        return _power(probs, 3) if getattr(self, "streak", {}).get(row, 0) > 2 else probs
+
+
 #: Drafters and lags that no enumeration reaches.
 LATER: tuple[tuple[type[Successors], int], ...] = (
     (Squared, 50),
@@ -254,4 +266,5 @@ LATER: tuple[tuple[type[Successors], int], ...] = (
     (Commonest, 0),
     (Warped, 0),
     (ThirdSequence, 0),
+    (AfterWholeDrafts, 0),
 )
