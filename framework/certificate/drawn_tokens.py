@@ -122,6 +122,4 @@ def draws(draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
 def _add(total: Tensor, other: Tensor) -> Tensor:
     """Sum of tables ``[N, V]`` with different N."""
     larger, smaller = (total, other) if len(total) >= len(other) else (other, total)
-    out = larger.clone()
-    out[: len(smaller)] += smaller
-    return out
+    return larger + torch.nn.functional.pad(smaller, (0, 0, 0, len(larger) - len(smaller)))

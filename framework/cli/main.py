@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Sequence
 from io import TextIOWrapper
 from pathlib import Path
+from tempfile import gettempdir
 
 from .. import plugins
 from ..errors import CrossdraftError, printable
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: list[str]) -> int:
     args, debug = None, False
     try:
+        gettempdir()  # without one PyTorch cannot be imported, and a list would call each plug-in unusable
         known, unknown = _parser(argv[0] if argv else "").parse_known_args(argv)
         if unknown:
             known.refuse(f"unrecognized arguments: {' '.join(unknown)}; a value follows its option: --target MODEL")

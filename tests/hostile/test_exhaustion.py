@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,14 @@ def test_file_that_cannot_be_written(recipe: str, refused: Any, monkeypatch: Any
     refused(["run", recipe], "--out runs: the directory runs cannot be written to: File too large")
     with pytest.raises(UsageError, match="cannot be written to: File too large"):
         output_files.check_output(tmp_path / "table.csv", "--out")
+
+
+def test_no_temporary_directory() -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))"
+    code = f"{limit}; from crossdraft.framework.cli.main import main; raise SystemExit(main(['list', 'verifiers']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no temporary directory can be written to; set TMPDIR" in done.stderr
 
 
 def test_reading_takes_the_memory_of_the_file(tmp_path: Path, monkeypatch: Any) -> None:
