@@ -94,14 +94,14 @@ MISTAKES = {
     ),
     "window-one-too-wide": Mistake(
         "framework/lm/attention_masks.py",
-        "queries - keys < self._window",
-        "queries - keys <= self._window",
+        "queries - keys < self.window",
+        "queries - keys <= self.window",
         "tests/lm/test_kv_cache.py tests/engine/test_decoder.py",
     ),
     "chunks-slide": Mistake(
         "framework/lm/attention_masks.py",
-        "queries // self._chunk == keys // self._chunk",
-        "queries - keys < self._chunk",
+        "queries // self.chunk == keys // self.chunk",
+        "queries - keys < self.chunk",
         "tests/lm",
     ),
     "tree-positions-of-keys": Mistake(

@@ -312,7 +312,7 @@ def test_unsupported_use_raises(base: Path, adapter: Path, monkeypatch: Any) -> 
     with pytest.raises(UsageError, match="is placed on several devices"):
         load_model(name, device="spread")
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    with pytest.raises(ModelError, match=r"needs the package peft; .* 'crossdraft\[adapters\]'"):
+    with pytest.raises(ModelError, match=r"needs peft; .* '\.\[adapters\]'"):
         load_model(name)
 
 

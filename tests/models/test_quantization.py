@@ -106,7 +106,7 @@ def test_unsupported_quantization_raises(directory: Path, tmp_path: Path, monkey
     with pytest.raises(ModelError, match="does not have linear layers supported by torchao"):
         load_model(f"{other}@int8")
     monkeypatch.setitem(__import__("sys").modules, "torchao", None)
-    with pytest.raises(ModelError, match=r"needs the package torchao; .* 'crossdraft\[quantize\]'"):
+    with pytest.raises(ModelError, match=r"needs torchao; .* '\.\[quantize\]'"):
         load_model(f"{directory}@int8")
 
 
