@@ -219,7 +219,7 @@ def _exercised(toy: Toy, kind: NamedDrafter, row: Row, small: bool) -> Row:
                     check_independence_on(toy, kind.build, row.lengths, sampling, who)
                 single = fitting(1) or [1]
                 check_q(toy, kind.build, single, sampling, who, starts if small else starts[: 2 * _STARTS_LARGE])
-                if len(kind.memory) == 1 and depth and not (traits.point_mass or kind.translated):
+                if len(kind.memory) == 1 and depth and not traits.point_mass and toy.token_texts is None:
                     check_long_texts(lambda context: kind.build(context, depth), who)
             except FaultError as fault:
                 kind.memory[key] = starts, str(fault)

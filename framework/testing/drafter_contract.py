@@ -164,7 +164,7 @@ class DrafterContract(OneThread):
         if 1.0 not in self.each_temperature() or self.drafting.traits(self.config, sampling).point_mass:
             return  # point masses have no q
         try:
-            if isinstance(self.setting, Toys):
+            if type(self.setting) is Toys:  # not one of two vocabularies
                 return check_long_texts(self.make, name)
             context = self.setting.context(ROWS, sampling)
             prompts = [*self.setting.prompts, *repeated_texts(context.vocab_size)]

@@ -154,7 +154,9 @@ def test_copy_is_shared_by_aliases_and_dropped_with_its_weight() -> None:
 @packs
 def test_copies_stay_within_their_share_of_memory(monkeypatch: Any, caplog: Any) -> None:
     small_batch_linear._warn_of_memory.cache_clear()
-    monkeypatch.setattr(small_batch_linear, "_memory", lambda: 4 * (packed_nbytes() + 100))
+    monkeypatch.setattr(
+        small_batch_linear, "_memory", lambda: (packed_nbytes() + 100) / small_batch_linear.MEMORY_SHARE
+    )
     layers = [layer_of(6, 9) for _ in range(2)]
     for layer in layers:
         assert equals_linear(layer, torch.randn(3, 6)) and packed(layer.weight) is None
