@@ -250,7 +250,7 @@ def _ratio(first: CellResult, second: CellResult, runs: Sequence[FinishedRun]) -
     if len(baselines) != 2 or not common:
         return Estimate(speeds[0] / speeds[1]), True
     times = []
-    for group, *pair, own in zip(groups, results, baselines, pieces, strict=False):
+    for group, *pair, own in zip(groups, results, baselines, pieces[:2], strict=True):
         cell, baseline = ([r is one for r in group].index(True) for one in pair)
         chosen = [own.index(prompts) for prompts in common]
         cells = [each._replace(pieces=[each.pieces[i] for i in chosen]) for each in cells_of(group)]

@@ -68,7 +68,6 @@ class OtherTokens(Toys):
     """The target of `Toys`, whose drafter has six tokens, four of them the target's."""
 
     words = (("a", "b", " a", " b", "ba"), ("b", " a", "ab", "a", "ba", " "))
-    drafts = 6_000  # its rows are read on the host, one by one
     toys = property(lambda self: toys_of_two_vocabularies())
 
     def context(self, batch_size: int, sampling: Sampling, device: str = "cpu") -> ToyContext:

@@ -66,6 +66,11 @@ class Family(settings.TinyModel):
         return self.target
 
 
+def need_drafter(drafter: Any) -> None:
+    if isinstance(drafter, str) and drafter not in plugins.entries("drafters"):
+        pytest.skip("needs crossdraft-drafters")
+
+
 def decoded(case: Any, setting: Any, batch_size: int, temperature: float) -> list[Any]:
     own = type("Case", (case,), {"setting": setting})  # decodes anew
     responses = own().decode(batch_size, temperature)
@@ -92,8 +97,7 @@ def heads(tmp_path_factory: Any) -> Path:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("case", [*CASES, EARLY_EXIT], ids=lambda case: case.__name__.removeprefix("Test"))
 def test_llama(case: Any, temperature: float, heads: Path) -> None:
-    if isinstance(case.drafter, str) and case.drafter not in plugins.entries("drafters"):
-        pytest.skip("needs crossdraft-drafters")
+    need_drafter(case.drafter)
     check_same(case, settings.TinyModel(), heads, temperature)
 
 
@@ -116,8 +120,7 @@ def test_families(family: str, tmp_path: Path) -> None:
     [("prompt-lookup", "OpenVINO"), ("early-exit", "PyTorch, not OpenVINO: a drafter runs some of its layers")],
 )
 def test_report_names_what_computed_the_passes(drafter: str, passes: str, tmp_path: Path, monkeypatch: Any) -> None:
-    if drafter not in plugins.entries("drafters"):
-        pytest.skip("needs crossdraft-drafters")
+    need_drafter(drafter)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.jsonl").write_text('{"question_id": "q", "category": "a", "turns": ["w5 w6 w5"]}\n')
     recipe = {"question": "by which?", "target": save_model(tmp_path / "target"), "prompts": "prompts.jsonl"}
