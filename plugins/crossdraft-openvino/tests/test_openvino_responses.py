@@ -28,6 +28,7 @@ from crossdraft.framework import plugins
 from crossdraft.framework.api.generate import pair_decoder
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.lm.transformers_lm import TransformersLM
 from crossdraft.framework.models.load import load_model
 from crossdraft.framework.testing import settings
 from crossdraft.testing import DrafterContract
@@ -135,6 +136,11 @@ def test_report_names_what_computed_the_passes(drafter: str, passes: str, tmp_pa
 # -- the contract kit ----------------------------------------------------------------------------------------------
 
 
+def _slots(model: Any, *sizes: int) -> Any:
+    """Slots as `model_slots` chooses them: those of OpenVINO on a CPU, built-in ones on the device without kernels."""
+    return (OpenVINOLM if model.device.type == "cpu" else TransformersLM)(model, *sizes)
+
+
 class _OnOpenVINO:
     """The contract kit on slots of OpenVINO."""
 
@@ -143,7 +149,7 @@ class _OnOpenVINO:
     @pytest.fixture(autouse=True, scope="class")
     def slots(self, passes_by_openvino: None) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(settings, "TransformersLM", OpenVINOLM)
+            patch.setattr(settings, "TransformersLM", _slots)
             yield
 
 
