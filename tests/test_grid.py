@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +67,14 @@ def test_grid_is_that_of_the_file(tmp_path: Path) -> None:
     heads = write_all_heads(tmp_path, TinyModel.model())
     cells = dict(grid(heads))
     assert len(cells) > 500
-    assert dict(grid(heads, seed=8)) != cells
+    assert any(value != cells[cell] for cell, value in grid(heads, seed=8))
     file = Path(FILE)
     if FILE and not file.exists():
         file.write_text("".join(f"{cell}\t{value}\n" for cell, value in cells.items()), encoding="utf-8")
-    before = dict(line.split("\t") for line in file.read_text("utf-8").splitlines()) if FILE else dict(grid(heads))
+    before = (
+        dict(line.split("\t") for line in file.read_text("utf-8").splitlines())
+        if FILE
+        else dict(islice(grid(heads), 200))
+    )
     differing = [cell for cell in before if cells.get(cell) != before[cell]]
     assert not differing, f"{len(differing)} of {len(before)} cells differ: {', '.join(differing[:20])}"

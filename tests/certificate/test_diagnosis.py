@@ -43,14 +43,14 @@ QUICK |= {
     "ArgmaxOfQ",
     "StateWrongLater",
     "WritesIntoTokens",
-    "WithoutWarping",
     "UncommittedTokens",
 }
+MARKS: dict[str, Any] = {**dict.fromkeys(QUICK, ()), "WithoutWarping": pytest.mark.thorough}
 
 
 def cases(faulty: Any) -> list[Any]:
     return [
-        pytest.param(cls, id=cls.__name__, marks=() if cls.__name__ in QUICK else pytest.mark.slow)
+        pytest.param(cls, id=cls.__name__, marks=MARKS.get(cls.__name__, pytest.mark.slow))
         for cls in (faulty.Honest, *faulty.FAULTY)
     ]
 

@@ -89,6 +89,7 @@ class TestTopKTree(DrafterContract):
     options = {"model": "toy", "choices": [[0], [1], [0, 0], [0, 2]], "siblings": "top-k"}
 
 
+@pytest.mark.thorough  # drawn as the tree above
 class TestSequoia(DrafterContract):
     drafter = "draft-model-tree"
     options = {"model": "toy", "growth": "sequoia", "nodes": 5, "depth": 3, "acceptance": [0.5, 0.3]}

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from crossdraft.framework.testing.settings import OneThread
 from crossdraft.testing import DrafterContract, VerifierContract
 
 
@@ -21,15 +22,7 @@ def two_threads() -> Iterator[None]:
     assert after == 2
 
 
-class TestDrafter(DrafterContract):
-    drafter = "prompt-lookup"
-
-    def test_one_thread(self) -> None:
+class TestOneThread(OneThread):
+    def test_contracts_use_one_thread(self) -> None:
         assert torch.get_num_threads() == 1
-
-
-class TestVerifier(VerifierContract):
-    verifier = "token"
-
-    def test_one_thread(self) -> None:
-        assert torch.get_num_threads() == 1
+        assert issubclass(DrafterContract, OneThread) and issubclass(VerifierContract, OneThread)

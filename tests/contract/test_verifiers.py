@@ -11,6 +11,8 @@ NAMES = [
     pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name
     for name in sorted(plugins.entries("verifiers"))
 ]
+#: A draft of each shape, with a distribution and without: chains, sequences and trees.
+SHAPES = ("chain", "point-mass", "iid-2", "tree-wor-2-1", "tree-top-2-1")
 
 
 @pytest.fixture(params=NAMES)
@@ -28,3 +30,12 @@ class TestVerifiers(VerifierContract):
         first, *others = self.labels()
         monkeypatch.setattr(type(self), "labels", lambda self: [first, *(o for o in others if o == "iid-3")])
         super().test_lossless_by_enumeration()
+
+    def test_large_vocabulary(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        labels = self.labels()
+        monkeypatch.setattr(type(self), "labels", lambda self: [one for one in labels if one in SHAPES] or labels)
+        super().test_large_vocabulary()
+
+    @pytest.mark.slow
+    def test_large_vocabulary_with_every_draft(self) -> None:
+        super().test_large_vocabulary()

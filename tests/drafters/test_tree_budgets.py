@@ -1,5 +1,6 @@
 """Trees for a budget of nodes: Sequoia's against every tree there is, OPT-Tree's against a search without a budget."""
 
+import math
 from collections.abc import Iterator
 from fractions import Fraction
 from functools import cache
@@ -91,34 +92,30 @@ def test_no_tree_of_as_many_nodes_accepts_more(acceptance: list[Fraction], nodes
     assert expected == pytest.approx(float(sum(probability * tau for probability, tau in ways)), abs=1e-12)
 
 
-def programme(acceptance: list[Fraction], nodes: int, depth: int) -> Fraction:
+def programme(acceptance: tuple[float, ...], nodes: int, depth: int) -> float:
     """The paper's dynamic programme: the most below a node, with that many nodes and levels."""
 
     @cache
-    def below(nodes: int, depth: int, rank: int) -> Fraction | None:
+    def below(nodes: int, depth: int, rank: int) -> float:
         if not nodes:
-            return Fraction(0)
+            return 0.0
         if not depth or rank == len(acceptance):
-            return None
-        results = []
-        for own in range(nodes):  # of the child of this rank; its younger siblings have the others
-            child, others = below(own, depth - 1, 0), below(nodes - 1 - own, depth, rank + 1)
-            if child is not None and others is not None:
-                results.append(acceptance[rank] * (1 + child) + others)
-        return max(results, default=None)
+            return -math.inf
+        return max(  # ``own`` nodes below the child of this rank; its younger siblings have the others
+            acceptance[rank] * (1 + below(own, depth - 1, 0)) + below(nodes - 1 - own, depth, rank + 1)
+            for own in range(nodes)
+        )
 
-    results = below(nodes, depth, 0)
-    assert results is not None
-    return results
+    return below(nodes, depth, 0)
 
 
 @pytest.mark.parametrize("nodes, depth", [(1, 1), (4, 1), (16, 2), (24, 5), (40, 8), (40, 40)])
 @pytest.mark.parametrize("acceptance", [[50, 20, 10, 5], [90, 5, 3, 2], [25, 25, 25, 25], [1, 1, 1, 1]])
 def test_larger_trees_are_those_of_programme(acceptance: list[int], nodes: int, depth: int) -> None:
-    exact = [Fraction(n, 100) for n in acceptance]
-    paths, expected = best_tree(tuple(map(float, exact)), nodes, depth)
+    ranks = tuple(n / 100 for n in acceptance)
+    paths, expected = best_tree(ranks, nodes, depth)
     assert len(TreeTemplate.choices(paths, contiguous=True).ranks) <= depth and len(paths) == nodes
-    assert expected == pytest.approx(float(programme(exact, nodes, depth)), abs=1e-12)
+    assert expected == pytest.approx(programme(ranks, nodes, depth), abs=1e-12)
 
 
 def test_certain_drafter_gets_chain() -> None:

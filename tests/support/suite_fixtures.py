@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import distributions
 from itertools import count
 from pathlib import Path
@@ -109,23 +109,28 @@ WHOLE_CERTIFICATES = {"test_marks", "test_failures"}
 
 @pytest.fixture(autouse=True)
 def certificates(request: Any, monkeypatch: Any, tmp_path_factory: Any) -> None:
-    """Certificates in a cache of the test's own; of a rule with the same code, runs enumerate once in a process."""
+    """Certificates in a cache of the test's own; of a strategy with the same code, runs enumerate once in a process."""
     if request.node.get_closest_marker("network") is None:
         monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path_factory.getbasetemp() / f"cache-{next(_NUMBERS)}"))
-    monkeypatch.setattr(outcomes, "certify_quickly", _certified_once)
+    for certify in _CERTIFY:
+        monkeypatch.setattr(outcomes, certify.__name__, partial(_certified_once, certify))
     if request.path.parent.name != "certificate" and request.path.stem not in WHOLE_CERTIFICATES:
         monkeypatch.setattr(outcomes, "QUICK", outcomes.QUICK[:1])
 
 
 _NUMBERS = count()
 _ROWS: dict[Any, list[Any]] = {}
-_certify_quickly = outcomes.certify_quickly
+_CERTIFY = (outcomes.certify_quickly, outcomes.certify_drafter)
 
 
-def _certified_once(verifier: Any, options: Any, start: Any) -> list[Any]:
-    key = (verifier, verifier.verify, verifier.traits(options), str(options))
+def _certified_once(certify: Callable[..., list[Any]], strategy: Any, options: Any, *more: Any) -> list[Any]:
+    methods = [
+        getattr(strategy, name, None) for name in ("traits", "verify", "propose", "observe")
+    ]  # tests replace some
+    toys = outcomes.QUICK if certify.__name__ == "certify_quickly" else str(more)  # the pair's verifier
+    key = (strategy, *methods, str(options), toys)
     if key not in _ROWS:
-        _ROWS[key] = _certify_quickly(verifier, options, start)
+        _ROWS[key] = certify(strategy, options, *more)
     return _ROWS[key]
 
 
