@@ -40,6 +40,7 @@ def test_published_speed_ups_are_inside_the_intervals() -> None:
         assert float(published.total(level, results)[4]) >= 93
 
 
+@pytest.mark.thorough
 def test_widened_intervals_hold_what_they_were_chosen_for() -> None:
     """The factor of a source is chosen on the others; with their own, intervals hold at least 95 %."""
     prior = published.replace(published.step_cost.published_prior(), widening=(1.0, 1.0, 1.0), noise=0.005)
