@@ -22,8 +22,7 @@ from crossdraft_advisor.diagnosis.matching import UNLISTED
 from llamacpp_server import served
 from safetensors.torch import load_file, save_file
 from tiny_heads import LAYERS, TOKENS, VOCABULARY, prompts, save_head, save_target, texts_of, train_head
-from vllm_exports import crossdraft
-from vllm_process import output_of, run_in_vllm
+from vllm_process import crossdraft, output_of, run_in_vllm
 
 from crossdraft import load_model
 
@@ -134,8 +133,8 @@ def by_llama_cpp(server: str, target: Path, head: Path, starts: list[list[int]],
     flags = ["--spec-type", "draft-eagle3", "--model-draft", str(head_file), "--spec-draft-n-max", str(GAMMA)]
     flags += ["--spec-draft-p-min", "0", "--device", "none", "--cache-type-k", "f32", "--cache-type-v", "f32"]
     flags += ["--spec-draft-device", "none", "--no-warmup"]
-    with served(settings, flags, None, ()) as endpoint:
-        texts = [endpoint.answer(prompt, TOKENS).tokens for prompt in starts]
+    with served(settings, flags) as endpoint:
+        texts = [endpoint.answer(prompt, TOKENS)[0] for prompt in starts]
         # Without --verbose its log has no acceptance by position.
         (work / "llama.cpp.counters").write_text(endpoint.metrics(), encoding="utf-8")
     return texts

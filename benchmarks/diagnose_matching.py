@@ -46,7 +46,7 @@ from safetensors.torch import save_file
 from tabulate import tabulate
 from tiny_drafters import KINDS, Kind, save_chat_target, training_texts
 from tiny_heads import TOKENS
-from unlisted_faults import FAULTS, held_out
+from unlisted_faults import FAULTS
 
 from crossdraft import generate, load_model
 from crossdraft.framework.api.build import configured
@@ -165,14 +165,12 @@ class Servers:
     def unlisted(self) -> Iterator[tuple[str, list[Response], np.ndarray]]:
         """Truth, responses and counts of each server with a fault that no reading describes."""
         for fault in FAULTS:
-            if not fault.applies(self.kind.name, self.temperature):
-                continue
             starts = [fault.prompt(start) for start in self.starts] if fault.prompt else self.starts
             with tempfile.TemporaryDirectory() as folder:  # of its own: models are cached by their name
                 copy = shutil.copytree(self.head, Path(folder) / "model")
-                cls, config = fault.drafter(*self.drafter)
-                config = config.model_copy(update={"model": str(copy)})
-                yield f"{UNKNOWN}{fault.name}", *self.decoded((cls, config), starts)
+                cls, config = self.drafter
+                faulty = fault.drafter(cls), cls.Config(**config.model_dump(exclude_unset=True) | {"model": str(copy)})
+                yield f"{UNKNOWN}{fault.name}", *self.decoded(faulty, starts)
 
     def all(self) -> Iterator[tuple[str, list[Response], np.ndarray]]:
         """Truth, responses and counts of each server."""
@@ -270,7 +268,7 @@ def table(args: argparse.Namespace, folder: Path, kind: Kind) -> str:
     for case in cases:
         total = np.array(case.counts).sum(0)
         name = case.truth.removeprefix(UNKNOWN)
-        mark = " (held out)" if args.unlisted and held_out(name) else ""
+        mark = " (held out)" if any(fault.held_out and fault.name == name for fault in FAULTS) else ""
         row = [short(case.truth) + mark, " ".join(f"{rate:.2f}" for rate in total[1:] / total[0])]
         for own in (True, False):
             if not own and args.pool < 2 * args.responses:
@@ -310,13 +308,15 @@ def main() -> None:
     parser.add_argument("--servers", type=int, default=100)
     parser.add_argument("--responses", type=int, default=100)
     parser.add_argument("--pool", type=int, default=240, help="responses of a server; 200 are needed for `other`")
-    parser.add_argument("--unlisted", action="store_true", help="servers with faults that no reading describes")
+    parser.add_argument(
+        "--unlisted", action="store_true", help="servers of a draft model with unlisted faults"
+    )
     parser.add_argument("--keep", type=Path, help="directory for models and counts, which a second call reads")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         folder = args.keep or Path(directory)
         folder.mkdir(exist_ok=True)
-        for name in args.drafter or KINDS:
+        for name in ["draft-model"] if args.unlisted else args.drafter or KINDS:
             print(table(args, folder, KINDS[name]), end="\n\n", flush=True)
 
 

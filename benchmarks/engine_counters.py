@@ -25,17 +25,25 @@ from crossdraft_advisor.replay.candidates import candidates_of
 from crossdraft_advisor.replay.response import Response
 from llamacpp_server import served
 from transformers import AutoTokenizer
-from vllm_exports import QUESTIONS, TARGET, crossdraft
-from vllm_process import output_of, run_in_vllm
+from vllm_process import crossdraft, output_of, run_in_vllm
 
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.models.resolve import resolve
 
-TOKENS = 64
+TARGET, TOKENS = "smollm2-135m-instruct", 64
+QUESTIONS = [
+    "What is the capital of France?",
+    "Write a short poem about the sea.",
+    "Explain how a bicycle works.",
+    "List three uses of a hammer.",
+    "Translate 'good morning' into Spanish.",
+    "Why is the sky blue?",
+]
 #: The drafters of each engine: as in recipes, and the engine's own name.
 VLLM: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "draft-model": ({"name": "draft-model", "model": "smollm2-draft-model", "gamma": 3}, {"method": "draft_model"}),
     "eagle3": ({"name": "eagle3", "model": "smollm2-eagle3", "gamma": 2}, {"method": "eagle3"}),
+    "medusa": ({"name": "medusa", "model": "smollm2-medusa", "gamma": 5}, {"method": "medusa"}),
     "ngram": (
         {"name": "prompt-lookup", "match": "first", "min_ngram": 1, "max_ngram": 3, "gamma": 4},
         {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
@@ -126,16 +134,15 @@ def record_llama_cpp(args: argparse.Namespace, drafter: dict[str, Any], flags: l
         flags += ["--model-draft", args.draft_gguf]
     args.model, args.server, args.room, args.threads = args.gguf, args.llama_server, 512, 1
     responses = []
-    with served(args, flags, None, ()) as server:
+    with served(args, flags) as server:
         for prompt in prompts():
-            answer = server.answer(prompt, TOKENS)
-            reason = answer.finish_reason
-            responses.append({"prompt": prompt, "tokens": answer.tokens, "finish_reason": reason})
+            tokens, reason = server.answer(prompt, TOKENS)
+            responses.append({"prompt": prompt, "tokens": tokens, "finish_reason": reason})
         scrape = Source(server.metrics(), "metrics")
         for response in responses:  # one token a request, because a request ends at an end-of-sequence token
             past: list[int] = []
             for _ in range(gamma):
-                past += server.answer(response["prompt"] + response["tokens"] + past, 1).tokens
+                past += server.answer(response["prompt"] + response["tokens"] + past, 1)[0]
             response["continuation"] = past
     stem = "llamacpp:spec_decode_num_"
     names = {"drafts": "drafts", "draft_tokens": "draft_tokens", "accepted_tokens": "accepted_tokens"}

@@ -1,28 +1,22 @@
 """Overhead of a step outside the models: the share of its wall time that is not inside a model's forward pass.
 
-    python benchmarks/loop_overhead.py [--device cuda] [--batch 1 8] [--steps 40] [--profile draft-model]
+    python benchmarks/loop_overhead.py [--device cuda] [--batch 1 8] [--steps 40]
 
 Forward hooks on the target and on the draft model time ``model(...)``; the loop's own clock times the phases. A phase
 minus the pass inside it is overhead: *draft* (catching up, masks, the drafter's distributions and draws), *target*
 (masks, the distribution p), *verify* (the verifier), *rest* (host bookkeeping and the step's one synchronization).
-Every number is the median over steps with all slots occupied, so shares need not sum to 100. ``--profile`` instead
-prints the cumulative time of crossdraft's functions during the steps of one drafter, at the last batch size of
-``--batch``.
+Every number is the median over steps with all slots occupied, so shares need not sum to 100.
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
-import pstats
-import re
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -45,8 +39,6 @@ DRAFTERS = ("none", "prompt-lookup", "draft-model")
 PHASES = ("draft", "target", "verify", "rest")
 #: Results of `measure`.
 COLUMNS = ("ms", "target pass", "draft pass", *PHASES, "outside")
-#: Maximum overhead in per cent of a step: (batch size 1, more than 1).
-BUDGETS = (8.0, 5.0)
 #: Warm-up steps of a cell, in which buffers are allocated.
 WARM_UP = 3
 
@@ -227,7 +219,6 @@ def main() -> None:
     parser.add_argument("--verifier", default="token")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--profile", choices=DRAFTERS, help="profile the steps of this drafter")
     args = parser.parse_args()
 
     target = load_model(args.model, dtype=args.dtype, device=args.device)
@@ -239,21 +230,12 @@ def main() -> None:
         f"gamma {args.gamma}, medians of {args.steps} steps; per cent of a step"
     )
     models, clocks = (target, small), (ForwardClock(target.model), ForwardClock(small.model))
-    if args.profile:
-        profile = cProfile.Profile()
-        decoder = make_decoder(models, clocks, args.profile, args.batch[-1], prompts, args)
-        steps(decoder, prompts, args.steps, profile.runcall)
-        pstats.Stats(profile).sort_stats("cumulative").print_stats(re.escape(str(Path(__file__).parents[1])))
-        return
     rows = []
     for batch in args.batch:
         for drafter in DRAFTERS:
             result = measure(make_decoder(models, clocks, drafter, batch, prompts, args), clocks, prompts, args.steps)
-            budget = BUDGETS[batch > 1]
-            verdict = f"{'within' if result['outside'] <= budget else 'OVER'} {budget:g} %"
-            rows.append([drafter, batch, *result.values(), verdict])
-            header = ["drafter", "B", *result, "budget"]
-    print(tabulate(rows, header, floatfmt=".1f"))
+            rows.append([drafter, batch, *result.values()])
+    print(tabulate(rows, ["drafter", "B", *COLUMNS], floatfmt=".1f"))
 
 
 if __name__ == "__main__":

@@ -9,9 +9,6 @@ Three kinds of comparison, none with parameters fitted to the machine:
 - series of speed-ups over batch sizes without a published accepted length. The acceptance probability of a drafted
   token is fitted to the smallest batch size, and the others are compared.
 
-Finally, a model with one more term: seconds for every drafted row that a server verifies, in addition to the passes of
-its models. Data sheets do not contain it, so it is fitted to one series and tested on the others.
-
 Sources of the published numbers:
 
 [1] Li, Wei, Zhang and Zhang, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time
@@ -24,7 +21,6 @@ Sources of the published numbers:
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -73,44 +69,14 @@ KNOWN = ((1, 259.9 / 147.4), (32, 3875.6 / 2994.8))  # [2]: batch size, speed-up
 BLOCK_SIZE, ACCEPTED_LENGTH = 7, 2.33
 
 
-def cell_of(batch_size: int, gamma: int, acceptance: float, row_seconds: float = 0.0) -> CellStatistics:
-    """Statistics of a chain, with extra seconds for each drafted row."""
-    cell = CellStatistics.chain(batch_size, gamma, acceptance, CONTEXT)
-    return replace(cell, other_seconds=row_seconds * batch_size * gamma)
-
-
-def speed_up_of(cell: CellStatistics, target: Curve, drafter: Curve) -> float:
-    return predict(cell, target, drafter, replace(cell, other_seconds=0.0).plain()).speed_up
-
-
-def fitted_acceptance(
-    batch_size: int, gamma: int, speed_up: float, target: Curve, drafter: Curve, row_seconds: float = 0.0
-) -> float:
-    """The acceptance whose prediction is ``speed_up``, clamped to [0, 1]."""
+def fitted_acceptance(gamma: int, speed_up: float, target: Curve, drafter: Curve) -> float:
+    """The acceptance whose prediction at the first batch size is ``speed_up``, clamped to [0, 1]."""
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2
-        result = speed_up_of(cell_of(batch_size, gamma, middle, row_seconds), target, drafter)
-        low, high = (middle, high) if result < speed_up else (low, middle)
+        cell = CellStatistics.chain(BATCH_SIZES[0], gamma, middle, CONTEXT)
+        low, high = (middle, high) if predict(cell, target, drafter).speed_up < speed_up else (low, middle)
     return (low + high) / 2
-
-
-def with_rows(name: str, machine: str, row_seconds: float, efficiency: tuple[float, float]) -> Callable[[int], float]:
-    """Predicted speed-up of a series by batch size, with extra seconds for each drafted row."""
-    _, gamma, head, published = SERIES[name]
-    target, drafter = (Roofline(shape, accelerator(machine), efficiency=efficiency) for shape in (LLAMA_8B, head))
-    a = fitted_acceptance(BATCH_SIZES[0], gamma, published[0], target, drafter, row_seconds)
-    return lambda b: speed_up_of(cell_of(b, gamma, a, row_seconds), target, drafter)
-
-
-def fitted_rows(name: str, machine: str, efficiency: tuple[float, float]) -> float:
-    """Best-fitting seconds per drafted row of a series, to a microsecond."""
-
-    def off(microseconds: int) -> float:
-        output = with_rows(name, machine, microseconds / 1e6, efficiency)
-        return sum(math.log(output(b) / p) ** 2 for b, p in zip(BATCH_SIZES, SERIES[name][3], strict=False))
-
-    return min(range(151), key=off) / 1e6
 
 
 def stops(speed_up: Callable[[int], float]) -> int | None:
@@ -154,7 +120,7 @@ def main() -> None:
         lines.append([name, "published", "", *published])
         for machine in machines:
             target, drafter = roofline(LLAMA_8B, machine), roofline(head, machine)
-            a = fitted_acceptance(BATCH_SIZES[0], gamma, published[0], target, drafter)
+            a = fitted_acceptance(gamma, published[0], target, drafter)
             result = [
                 predict(CellStatistics.chain(b, gamma, a, CONTEXT), target, drafter).speed_up
                 for b in BATCH_SIZES[: len(published)]
@@ -172,21 +138,6 @@ def main() -> None:
     print(f"\nmedian error over all series {100 * median(map(abs, everything)):.0f} %\n")
     print("smallest batch size at which drafting is slower (none: faster at all published sizes)\n")
     print(tabulate(ends, ["series", "", "published", "roofline"], missingval="none"))
-
-    columns = [(name, machine) for name, (machines, *_) in SERIES.items() for machine in machines]
-    rows = []
-    for fitted_to, on in columns:
-        term = fitted_rows(fitted_to, on, efficiency)
-        line = [f"{fitted_to}, {on}", 1e6 * term]
-        for name, machine in columns:
-            output = with_rows(name, machine, term, efficiency)
-            off = [abs(output(b) / p - 1) for b, p in zip(BATCH_SIZES, SERIES[name][3], strict=False)][1:]
-            line.append(f"{100 * median(off):.0f} %, {stops(output) or 'none'}")
-        rows.append(line)
-    print(
-        "\nwith microseconds per drafted row, fitted to one series: median error of each, smallest slower batch size\n"
-    )
-    print(tabulate(rows, ["fitted to", "us", *(f"{name}, {on}" for name, on in columns)], floatfmt=".0f"))
 
 
 if __name__ == "__main__":

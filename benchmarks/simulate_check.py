@@ -1,20 +1,13 @@
-"""Simulation against measurements: a real llama.cpp server at Poisson rates, and crossdraft's own loop.
+"""Simulation against measurements: a real llama.cpp server at Poisson rates.
 
     pip install -e plugins/crossdraft-llamacpp
-    python benchmarks/simulate_check.py server --prompts PROMPTS.jsonl [--loads 0.3,0.6,0.9] [--repeats 2] --engine \
+    python benchmarks/simulate_check.py --prompts PROMPTS.jsonl [--loads 0.3,0.6,0.9] [--repeats 2] --engine \
         '{name: llama.cpp, executable: PATH/llama-server, model: TARGET.gguf, draft_model: DRAFT.gguf}'
-    python benchmarks/simulate_check.py loop --prompts PROMPTS.jsonl [--batch-sizes 1,4,16]
 
-``server``: a server with and one without the draft model. On each, closed loops of 1, 2, .. requests give the cost
-tables that `crossdraft run` writes (`cost.tables`); then the same requests arrive at each rate (a share of
-the closed loop's capacity), and the costs are measured again. The simulation gets the arrivals, the prompts, the mean
-tables, and the acceptance of the responses by replay, and nothing of the measured traffic.
-
-``loop``: cost curves by `crossdraft cost`, then a run of plain decoding and of a draft model at several batch sizes.
-The simulation gets the curves, the acceptance by replay, and the measured seconds of verification and bookkeeping.
-
-``--clock cpu`` measures all times, arrivals included, in processor time of the server, which runs in one thread
-(``args: [--threads, "1"]``): other programs do not change it. Idle time is skipped.
+A server with and one without the draft model. On each, closed loops of 1, 2, .. requests give the cost tables that
+`crossdraft run` writes (`cost.tables`); then the same requests arrive at each rate (a share of the closed loop's
+capacity), and the costs are measured again. The simulation gets the arrivals, the prompts, the mean tables, and the
+acceptance of the responses by replay, and nothing of the measured traffic.
 
 ``waited``: seconds per second that tasks of the machine waited for a processor while the traffic ran.
 """
@@ -25,34 +18,28 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import yaml
 from crossdraft_advisor.cost.tables import cost_tables, read_cost_table
-from crossdraft_advisor.engines import server
 from crossdraft_advisor.engines.engine_cell import EngineCell, piece_of, without_weights
 from crossdraft_advisor.engines.server import ServedResponse
 from crossdraft_advisor.replay.candidates import candidates_of
 from crossdraft_advisor.replay.response import Response
-from crossdraft_advisor.replay.responses import Reader
-from crossdraft_advisor.simulate.arrivals import Arrival, ClosedLoop
+from crossdraft_advisor.simulate.arrivals import Arrival
 from crossdraft_advisor.simulate.outcome import RequestTimes
 from crossdraft_advisor.simulate.policies import LengthSchedule, StepCost
 from crossdraft_advisor.simulate.replica import EngineSettings, simulate
-from crossdraft_advisor.simulate.request import Pool, SimulatedRequest, make_requests, read_pool
+from crossdraft_advisor.simulate.request import Pool, SimulatedRequest, read_pool
 from tabulate import tabulate
 
-from crossdraft.framework.cli.main import main as crossdraft
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.cost.curve import CostCurve, Point
-from crossdraft.framework.cost.finished_cells import curves_of, statistics
-from crossdraft.framework.cost.load_run import read_run
 from crossdraft.framework.models.chat import encode
 from crossdraft.framework.recipe.prompts import load_prompts
 from crossdraft.framework.recipe.recipe import CellConfig
@@ -67,35 +54,15 @@ def waited() -> float:
         return float("nan")
 
 
-# -- a server ----------------------------------------------------------------------------------------------------
-
-
-class CpuClock:
-    """Seconds of processor time of a process, plus the idle time that was skipped."""
-
-    def __init__(self, pid: int):
-        self._id, self.skipped = (~pid << 3) | 2, 0.0  # as clock_getcpuclockid(3) computes it
-
-    def __call__(self) -> float:
-        return time.clock_gettime(self._id) + self.skipped
-
-
 @contextmanager
-def served(args: argparse.Namespace, config: CellConfig) -> Iterator[tuple[EngineCell, Callable[[], float]]]:
-    """A server, and the clock of its responses."""
+def served(args: argparse.Namespace, config: CellConfig) -> Iterator[EngineCell]:
     target = without_weights(config.target, trust_remote_code=False)
     with tempfile.TemporaryDirectory() as logs:
         cell = EngineCell(config, target, args.length, Path(logs), lambda: None)
-        clock: Callable[[], float] = time.perf_counter
         try:
-            if args.clock == "cpu":
-                assert cell.server._process is not None
-                clock = CpuClock(cell.server._process.pid)
-                server.time = SimpleNamespace(perf_counter=clock, monotonic=time.monotonic, sleep=time.sleep)
             cell.warm_up(32)
-            yield cell, clock
+            yield cell
         finally:
-            server.time = time
             cell.close()
 
 
@@ -105,16 +72,13 @@ def closed_loop(cell: EngineCell, prompts: Sequence[list[int]], concurrency: int
 
 
 def open_loop(
-    cell: EngineCell, clock: Callable[[], float], prompts: Sequence[list[int]], arrivals: Sequence[float], maximum: int
+    cell: EngineCell, prompts: Sequence[list[int]], arrivals: Sequence[float], maximum: int
 ) -> tuple[float, list[ServedResponse]]:
     """Send each prompt at its time. Returns the time of the first arrival, and the responses."""
-    start, running = clock() + 0.05 - arrivals[0], []
+    start, running = time.perf_counter() + 0.05 - arrivals[0], []
     with ThreadPoolExecutor(len(prompts)) as pool:
         for prompt, arrival in zip(prompts, arrivals, strict=True):
-            while clock() < start + arrival:
-                if isinstance(clock, CpuClock) and all(future.done() for future in running):
-                    clock.skipped += max(start + arrival - clock(), 0)
-                time.sleep(0.001)
+            time.sleep(max(start + arrival - time.perf_counter(), 0))
             running.append(pool.submit(cell.server.complete, prompt, maximum))
         return start + arrivals[0], [future.result() for future in running]
 
@@ -163,13 +127,13 @@ def run_server(args: argparse.Namespace) -> list[dict[str, Any]]:
         costs: dict[str, list[list[CellResult]]] = {}
         measured = []
         for name, config in configs.items():
-            with served(args, config) as (cell, clock):
+            with served(args, config) as cell:
                 costs[name] = [measure_costs(cell, config, prompts, args)]
                 maximum = capacity(costs[name][0])
                 for load, chosen, gap in zip(args.loads, order, gaps, strict=True):
                     arrivals, before = gap / (load * maximum), (waited(), time.perf_counter())
                     sent = [prompts[i] for i in chosen]
-                    start, responses = open_loop(cell, clock, sent, arrivals, args.max_new_tokens)
+                    start, responses = open_loop(cell, sent, arrivals, args.max_new_tokens)
                     share = (waited() - before[0]) / (time.perf_counter() - before[1])
                     measured.append((name, load, load * maximum, start, arrivals, sent, responses, share))
                 costs[name].append(measure_costs(cell, config, prompts, args))
@@ -265,81 +229,9 @@ def simulated(pool: Pool, arrivals: Sequence[float], cost: StepCost, gamma: int,
     }
 
 
-# -- crossdraft's own loop ---------------------------------------------------------------------------------------
-
-_RECIPE = """\
-target: {target}
-prompts: {prompts}
-limit: {limit}
-max_new_tokens: {most}
-dtype: float32
-device: cpu
-sampling: {{temperature: 0}}
-drafters: [{{name: draft-model, model: {drafter}, gamma: {gamma}}}]
-verifiers: [greedy]
-matrix: {{batch_size: [{batch_sizes}]}}
-"""
-
-
-def run_loop(args: argparse.Namespace) -> list[dict[str, Any]]:
-    sizes = args.batch_sizes
-    rows = []
-    for repeat in range(args.repeats):
-        with tempfile.TemporaryDirectory() as folder:
-            cost = ["cost", "--target", args.target, "--drafter", args.drafter_model, "--batch-size", sizes, "--fresh"]
-            cost += ["--width", f"1,{args.gamma + 1}", "--context", "64,128", "--repeats", "3", "--dtype", "float32"]
-            assert crossdraft([*cost, "--device", "cpu", "--quiet"]) == 0
-            recipe = Path(folder) / "loop.yaml"
-            recipe.write_text(
-                _RECIPE.format(
-                    target=args.target, prompts=args.prompts, limit=args.limit,
-                    maximum=args.max_new_tokens, drafter=args.drafter_model, gamma=args.gamma, batch_sizes=sizes,
-                ),
-                encoding="utf-8",
-            )  # fmt: skip
-            assert crossdraft(["run", str(recipe), "--out", folder, "--quiet"]) == 0
-            (run,) = (path for path in Path(folder).iterdir() if path.is_dir())
-            summary = read_run(run).summary
-            for result in summary.results:
-                rows.append(compared(args, run, result, summary.curves) | {"repeat": repeat})
-                print(json.dumps(rows[-1]), flush=True)
-    return rows
-
-
-def compared(args: argparse.Namespace, run: Path, result: CellResult, curves: Sequence[CostCurve]) -> dict[str, Any]:
-    config, cell = result.config, statistics(result)
-    assert cell is not None and result.metrics is not None
-    target, drafter = curves_of(result, curves)
-    assert target is not None
-    gamma = 0 if config.is_baseline else args.gamma
-    name = f"{{name: draft-model, model: {args.drafter_model}, gamma: {args.gamma}}}"
-    (path,) = run.glob(f"cells/*_{config.hash}")
-    (candidate,) = candidates_of(
-        [name], ["greedy"], (args.gamma,), sampling=config.sampling, target=args.target, dtype="float32", device="cpu"
-    )
-    pool = read_pool(Reader(sampling=config.sampling).read([str(path)]), candidate, start=0)
-    cost = StepCost(target, drafter, overhead=cell.other_seconds, padded=True, separate=True)
-    random = np.random.default_rng(0)
-    requests = make_requests(pool, ClosedLoop(config.batch_size).draw(60 * config.batch_size, random), random)
-    for request in requests:
-        request.prefilled = request.prompt_tokens  # the rate of a run is without prefill
-    counts = simulate(
-        requests, LengthSchedule("", ((1, gamma),)), cost, EngineSettings(config.batch_size, first_token=False),
-        concurrency=config.batch_size,
-    )  # fmt: skip
-    rate = counts.emitted / counts.seconds
-    measured = result.metrics.tokens_per_second
-    return {
-        "drafter": config.drafter.name, "batch_size": config.batch_size, "undisturbed": result.metrics.undisturbed,
-        "measured": measured, "simulated": rate, "ratio": rate / measured,
-    }  # fmt: skip
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("server", "loop"))
     parser.add_argument("--engine", type=yaml.safe_load, help="engine with its options, as in a recipe")
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="clock of ``server`` (wall)")
     parser.add_argument("--target", default="smollm2-135m-instruct")
     parser.add_argument("--drafter-model", default="smollm2-draft-model")
     parser.add_argument("--prompts", required=True)
@@ -349,25 +241,19 @@ def main() -> None:
     parser.add_argument("--gamma", type=int, default=3)
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--loads", type=lambda text: [float(x) for x in text.split(",")], default=[0.3, 0.6, 0.9])
-    parser.add_argument("--batch-sizes", default="1,4,16")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.concurrency = sorted({b for b in (1, 2, 4, 8, 16) if b < args.slots} | {args.slots})
-    if args.subject == "loop":
-        rows = run_loop(args)
-        print(tabulate(rows, headers="keys", floatfmt=".3f"))
-    else:
-        table = []
-        for row in run_server(args):
-            ratios = [row["simulated"][key] / row["measured"][key] for key in row["measured"]]
-            steps = row["steps"]["simulated"] / row["steps"]["measured"]
-            head = [row["repeat"], row["policy"], row["load"], row["rate"]]
-            table.append([*head, *ratios, steps, row["drift"], row["waited"]])
-        headers = ["repeat", "policy", "load", "requests/s", "tok/s", "token_seconds", "first_token", "steps"]
-        headers += ["drift", "waited"]
-        print(tabulate(table, headers=headers, floatfmt=".3f"))
-        print("ratios of simulated to measured; drift: costs after over before; waited: see above")
+    table = []
+    for row in run_server(args):
+        ratios = [row["simulated"][key] / row["measured"][key] for key in row["measured"]]
+        steps = row["steps"]["simulated"] / row["steps"]["measured"]
+        head = [row["repeat"], row["policy"], row["load"], row["rate"]]
+        table.append([*head, *ratios, steps, row["drift"], row["waited"]])
+    headers = ["repeat", "policy", "load", "requests/s", "tok/s", "token_seconds", "first_token", "steps"]
+    print(tabulate(table, headers=[*headers, "drift", "waited"], floatfmt=".3f"))
+    print("ratios of simulated to measured; drift: costs after over before; waited: see above")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Look-up and update time of the drafter ``suffix``, as its memory grows to ten million tokens.
 
     pip install -e plugins/crossdraft-suffix
-    python benchmarks/suffix_growth.py [--sizes 10000 100000 1000000 10000000] [--plot growth.png] [--json growth.json]
+    python benchmarks/suffix_growth.py [--sizes 10000 100000 1000000 10000000]
 
 The memory is filled with text of frequent and rare tokens and repeated phrases. At each size, steps are simulated: the
 last 24 tokens are looked up and extended to a draft, then 4 tokens are added. Prints medians and 95th percentiles in
@@ -11,7 +11,6 @@ microseconds, and the growth of the process in bytes per token.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -93,38 +92,14 @@ def measure(sizes: Sequence[int], steps: int, options: Suffix.Config) -> list[di
     return [memory.row() for memory in memories]
 
 
-def plot(rows: Sequence[dict[str, float]], path: Path) -> None:
-    """Plot medians by size."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
-    for name in ("look-up", "update"):
-        sizes = [row["tokens"] for row in rows]
-        axes.plot(sizes, [row[f"{name} median us"] for row in rows], marker="o", label=f"{name}, median")
-        axes.plot(sizes, [row[f"{name} p95 us"] for row in rows], marker=".", ls=":", label=f"{name}, 95th percentile")
-    axes.set(xscale="log", ylim=(0, None), xlabel="tokens remembered", ylabel="microseconds")
-    axes.legend()
-    figure.savefig(path)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[10**4, 10**5, 10**6, 10**7])
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--tree", action="store_true", help="draft trees")
-    parser.add_argument("--plot", type=Path, help="write a picture there")
-    parser.add_argument("--json", type=Path, help="write the numbers to this file")
     args = parser.parse_args()
-    rows = measure(args.sizes, args.steps, Suffix.Config(tree=args.tree))
-    for row in rows:
+    for row in measure(args.sizes, args.steps, Suffix.Config(tree=args.tree)):
         print(", ".join(f"{name} {value:,.1f}" for name, value in row.items()), flush=True)
-    if args.plot:
-        plot(rows, args.plot)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

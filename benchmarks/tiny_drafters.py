@@ -6,7 +6,6 @@ checkpoint: fewer steps of training, or more noise.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -14,17 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from crossdraft_drafters.heads.mlp_speculator import Speculator
-from crossdraft_drafters.heads.mtp import MtpHead
-from safetensors.torch import save_file
-from tiny_heads import HIDDEN, LAYERS, SHAPE, TOKENS, VOCABULARY, prompts, roll_out, save_head, save_target, train_head
+from tiny_heads import HIDDEN, LAYERS, TOKENS, VOCABULARY, prompts, save_head, save_target, train_head
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoTokenizer
 
 from crossdraft import generate
-from crossdraft.drafters.heads.eagle import EagleHead
-from crossdraft.drafters.heads.eagle_weights import make_config
 from crossdraft.drafters.heads.medusa.weights import MedusaHeads, save_heads
 
 #: A system prompt of its own, and a beginning of the answer.
@@ -35,7 +29,7 @@ TEMPLATE = (
 )
 #: Standard deviation of the noise in a draft model's weights, in units of theirs: now, and in the earlier checkpoint.
 NOISE = (0.08, 0.14)
-#: Heads of Medusa, stages of an MLP speculator.
+#: Heads of Medusa.
 AHEAD = 5
 
 
@@ -70,24 +64,6 @@ def _eagle3(target: Any, ids: Tensor, steps: int, early: int) -> Iterator[Writer
         yield lambda path, head=head: save_head(head, path)
 
 
-def _eagle(target: Any, ids: Tensor, steps: int, early: int) -> Iterator[Writer]:
-    torch.manual_seed(1)
-    tables = (target.model.get_input_embeddings().weight, target.model.get_output_embeddings().weight)
-    rope = {"rope_type": "default", "rope_theta": 10_000.0}
-    head = EagleHead(make_config(**SHAPE, rope_parameters=rope), *(table.detach() for table in tables))
-    for part in roll_out(head, target, (-1,), ids, steps, early):
-        yield part.save
-
-
-def _mtp(target: Any, ids: Tensor, steps: int, early: int) -> Iterator[Writer]:
-    torch.manual_seed(1)
-    head = MtpHead(target.model)
-    head.embed_tokens.weight.requires_grad_(False)
-    head.lm_head.weight.requires_grad_(False)
-    for part in roll_out(head, target, (-1,), ids, steps, early):
-        yield part.save
-
-
 def _medusa(target: Any, ids: Tensor, steps: int, early: int) -> Iterator[Writer]:
     torch.manual_seed(1)
     heads = MedusaHeads(HIDDEN, AHEAD, vocab_size=VOCABULARY)
@@ -103,39 +79,9 @@ def _medusa(target: Any, ids: Tensor, steps: int, early: int) -> Iterator[Writer
             ]
         ).sum()
 
-    for _ in _trained(heads, target, ids, loss, steps, early):
-        yield lambda path: save_heads(path, heads, {})
-
-
-def _mlp(target: Any, ids: Tensor, steps: int, early: int) -> Iterator[Writer]:
-    torch.manual_seed(1)
-    speculator = Speculator(AHEAD, VOCABULARY, HIDDEN, HIDDEN)
-
-    def loss(states: Tensor, rows: Tensor) -> Tensor:
-        n, total = rows.shape[1] - AHEAD - 1, torch.zeros(())
-        state = speculator.first(states[:, :n]).flatten(0, 1)
-        for i in range(AHEAD):
-            state, logits = speculator(i, state, rows[:, 1 + i : 1 + i + n].flatten())
-            total = total + functional.cross_entropy(logits, rows[:, 2 + i : 2 + i + n].flatten())
-        return total
-
-    def write(path: Path) -> None:
-        path.mkdir()
-        tensors = {f"speculator.{name}": t.detach().clone() for name, t in speculator.state_dict().items()}
-        save_file(tensors, path / "model.safetensors")
-        sizes = {"emb_dim": HIDDEN, "inner_dim": HIDDEN, "vocab_size": VOCABULARY}
-        config = {"model_type": "mlp_speculator", "n_predict": AHEAD, "tie_weights": False, "scale_input": False}
-        (path / "config.json").write_text(json.dumps(config | sizes), encoding="utf-8")
-
-    for _ in _trained(speculator, target, ids, loss, steps, early):
-        yield write
-
-
-def _trained(module: Any, target: Any, ids: Tensor, loss: Any, steps: int, early: int) -> Iterator[None]:
-    """Train heads that read the target's last state only."""
     with torch.no_grad():
         states = target.model(ids, output_hidden_states=True).hidden_states[-1]
-    optimiser = torch.optim.AdamW(module.parameters(), lr=4e-3, weight_decay=0.0)
+    optimiser = torch.optim.AdamW(heads.parameters(), lr=4e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 4e-3, total_steps=steps)
     for number in range(steps):
         rows = torch.randint(len(ids), (32,))
@@ -144,7 +90,7 @@ def _trained(module: Any, target: Any, ids: Tensor, loss: Any, steps: int, early
         optimiser.step()
         schedule.step()
         if number + 1 in (early, steps):
-            yield
+            yield lambda path: save_heads(path, heads, {})
 
 
 def _draft_model(target: Any, ids: Tensor, steps: int, early: int) -> Iterator[Writer]:
@@ -181,9 +127,6 @@ KINDS = {
     for kind in (
         Kind("eagle3", _eagle3, {"layers": LAYERS}, steps=900),
         Kind("draft-model", _draft_model, prompts=chat_prompts),
-        Kind("eagle", _eagle),
-        Kind("mtp", _mtp),
         Kind("medusa", _medusa),
-        Kind("mlp-speculator", _mlp),
     )
 }

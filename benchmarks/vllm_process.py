@@ -25,6 +25,14 @@ def run_in_vllm(
     return subprocess.run(command, text=True, capture_output=True, env=environment)
 
 
+def crossdraft(*args: str) -> str:
+    """Standard output of a command of crossdraft; exits with its error."""
+    done = subprocess.run([sys.executable, "-m", "crossdraft", *args], text=True, capture_output=True)
+    if done.returncode:
+        sys.exit(done.stdout + done.stderr)
+    return done.stdout
+
+
 def output_of(done: subprocess.CompletedProcess) -> str:
     """Output and log of a script; exits with them if it failed."""
     if done.returncode:

@@ -185,7 +185,7 @@ def test_log_and_counters_of_llama_server_are_read(tmp_path: Path) -> None:
     recorded = json.loads((FIXTURES / "llama-cpp-ngram.json").read_text(encoding="utf-8"))
     prompts = [response["prompt"] for response in recorded["responses"] if response["finish_reason"] == "length"]
     settings = argparse.Namespace(server=server, model=gguf, room=256, threads=1, log=tmp_path / "log")
-    with served(settings, ["-lv", "4", *flags], None, ()) as endpoint:
+    with served(settings, ["-lv", "4", *flags]) as endpoint:
         for prompt in prompts:
             endpoint.answer(prompt, 64)
         scrape = endpoint.metrics()
