@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -157,7 +158,7 @@ def page(by_type: Mapping[str, Mapping[str, str]]) -> str:
         "",
         "## Exact",
         "",
-        *(f"- `{name}`: {', '.join(sorted(kinds))}" for name, kinds in sorted(exact.items(), key=_key)),
+        *_by_letter(exact),
         "",
         "## Exact, but not in every variant",
         "",
@@ -186,6 +187,16 @@ def _rows(head: str, table: Mapping[str, list[str]]) -> list[str]:
     ]
 
 
+def _by_letter(exact: Mapping[str, list[str]]) -> list[str]:
+    """Classes, with model types that their names do not give."""
+    lines: dict[str, list[str]] = {}
+    for name, kinds in sorted(exact.items(), key=_key):
+        own = re.sub("For(CausalLM|ConditionalGeneration)$|LMHeadModel$|_", "", name).lower()
+        others = ", ".join(kind for kind in sorted(kinds) if re.sub("[-_]", "", kind) != own)
+        lines.setdefault(name[0].lower(), []).append(f"`{name}`" + (f" ({others})" if others else ""))
+    return [f"- {', '.join(names)}" for names in lines.values()]
+
+
 def _key(item: tuple[str, Any]) -> str:
     return item[0].lower()
 
@@ -203,7 +214,8 @@ padding, no cache), or the model is rejected before anything is decoded.
 record them, sliding windows, tied and untied embeddings, and rotary positions of type linear, dynamic, yarn, llama3 and
 longrope, each where the architecture has it. {recurrent} of them have recurrent layers: chains and trees are exact for
 each; their passes are not recorded into CUDA graphs, and drafters that run some of the target's layers are refused.
-Sparse attention is exact up to the number of keys that it selects; longer slots are refused.
+Sparse attention is exact up to the number of keys that it selects; longer slots are refused. Model types are
+in brackets where the class does not give them.
 
 A model of a class that is not on this page (a newer one, or one with its own code) is tried when its slots are
 created: seven tiny passes compare a ragged batch with a tree to the plain model. It is rejected if they differ. A trial
