@@ -308,9 +308,7 @@ def main() -> None:
     parser.add_argument("--servers", type=int, default=100)
     parser.add_argument("--responses", type=int, default=100)
     parser.add_argument("--pool", type=int, default=240, help="responses of a server; 200 are needed for `other`")
-    parser.add_argument(
-        "--unlisted", action="store_true", help="servers of a draft model with unlisted faults"
-    )
+    parser.add_argument("--unlisted", action="store_true", help="servers of a draft model with unlisted faults")
     parser.add_argument("--keep", type=Path, help="directory for models and counts, which a second call reads")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
