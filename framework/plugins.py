@@ -29,15 +29,7 @@ from .util.limits import MOST_NAME
 logger = logging.getLogger(__name__)
 
 KINDS = ("drafters", "verifiers", "trainers", "models", "backends", "preparations", "prompts", "recipes", "engines")
-KINDS += (
-    "acceptance_formats",
-    "response_formats",
-    "servers",
-    "cell_runners",
-    "launchers",
-    "trackers",
-    "commands",
-)
+KINDS += ("acceptance_formats", "response_formats", "servers", "cell_runners", "launchers", "trackers", "commands")
 KINDS += ("reports", "sections", "columns", "machines")
 """What can be registered; for each there is a hook ``crossdraft_register_<kind>``."""
 COMPANIONS = {("launchers", name): "crossdraft-cluster" for name in ("local", "ray", "slurm")}
@@ -48,17 +40,8 @@ COMPANIONS |= {("drafters", name): "crossdraft-drafters" for name in _DRAFTERS}
 COMPANIONS |= {("commands", "serve"): "crossdraft-server", ("commands", "train"): "crossdraft-trainers"}
 _TRAINERS = ("disco", "draft-model", "eagle3", "layer-skip", "medusa", "pass")
 COMPANIONS |= {("trainers", name): "crossdraft-trainers" for name in _TRAINERS}
-_ADVISOR = (
-    "advise",
-    "certify-model",
-    "certify-samples",
-    "compare-texts",
-    "diagnose",
-    "gate",
-    "replay",
-    "simulate",
-    "verify-engine",
-)
+_ADVISOR = ("advise", "certify-model", "certify-samples", "compare-texts", "diagnose", "gate", "replay", "simulate")
+_ADVISOR += ("verify-engine",)
 COMPANIONS |= {("commands", name): "crossdraft-advisor" for name in _ADVISOR}
 COMPANIONS |= {("reports", name): "crossdraft-page" for name in ("html", "pdf", "png", "svg")}
 _LAYERS = ("compiled-layers", "longrope", "recurrent-layers", "small-batch-linear")
@@ -306,19 +289,21 @@ def unusable(kind: str, name: str, why: str) -> ContractError:
     return ContractError(f"the {_singular(kind)} {name!r}{provider} is unusable: {why}")
 
 
-def recorded_config(kind: str, cls: Any, options: Mapping[str, Any]) -> Any:
-    """The config of a drafter or verifier, a class, that a run recorded.
+def recorded_traits(kind: str, name: str, options: Mapping[str, Any], *sampling: Any) -> Any:
+    """The traits of a drafter or verifier with options that a run recorded.
 
     Raises UsageError if the options do not fit the installed version.
     """
+    cls = get(kind, name)
     try:
-        with guarded(kind, cls.name, "its Config", passing=(ValueError, TypeError)):
-            return cls.Config(**options)
+        with guarded(kind, name, "its Config", passing=(ValueError, TypeError)):
+            config = cls.Config(**options)
     except (ValueError, TypeError) as error:
         raise UsageError(
-            f"the run has options of {kind[:-1]} '{cls.name}' that do not fit the installed version: "
+            f"the run has options of {kind[:-1]} '{name}' that do not fit the installed version: "
             f"{first_line(error)}; run its recipe again"
         ) from None
+    return traits_of(kind, cls, config, *sampling)
 
 
 def traits_of(kind: str, cls: Any, config: Any, *sampling: Any) -> Any:
@@ -367,6 +352,9 @@ def _import(reference: str) -> Any:
     return target
 
 
+#: Base classes of kinds, in `contracts`.
+_BASES = {"drafters": "drafter:Drafter", "verifiers": "verifier:Verifier", "trainers": "options:Options"}
+_BASES |= {"backends": "models:Backend", "preparations": "models:ModelPreparation", "launchers": "launcher:Launcher"}
 #: Base class and required methods of kinds whose base class this layer does not import.
 _METHODS = {
     "engines": ("crossdraft_advisor.Engine", ("cannot", "scheduled", "export")),
@@ -379,7 +367,7 @@ _METHODS = {
 
 def _check(kind: str, name: str, registered: Any) -> None:
     """Raise `ContractError` with what `registered` lacks to be a `kind` called `name`."""
-    if kind in ("drafters", "verifiers", "trainers", "backends", "preparations", "launchers"):
+    if kind in _BASES:
         _check_class(kind, name, registered)
     elif kind in _METHODS:
         base, methods = _METHODS[kind]
@@ -406,18 +394,7 @@ def _check(kind: str, name: str, registered: Any) -> None:
 
 
 def _check_class(kind: str, name: str, registered: Any) -> None:
-    if kind == "drafters":
-        from .contracts.drafter import Drafter as base
-    elif kind == "trainers":
-        from .contracts.options import Options as base
-    elif kind == "backends":
-        from .contracts.models import Backend as base
-    elif kind == "preparations":
-        from .contracts.models import ModelPreparation as base
-    elif kind == "launchers":
-        from .contracts.launcher import Launcher as base
-    else:
-        from .contracts.verifier import Verifier as base
+    base = _import(f"{__package__}.contracts.{_BASES[kind]}")
     if not (isinstance(registered, type) and issubclass(registered, base)):
         raise ContractError(f"{registered!r} is not a subclass of crossdraft.{base.__name__}")
     if missing := sorted(getattr(registered, "__abstractmethods__", ())):

@@ -10,7 +10,6 @@ from math import isfinite
 from typing import Any
 
 from ..contracts.constraint import Grammar
-from ..contracts.models import LoadedModel
 from ..contracts.steps import Response
 from ..metrics.cell_metrics import StepRecord
 from ..models.chat import encode
@@ -107,38 +106,6 @@ class CellRunner(ABC):
         if len(categories) == 1:
             result.piece = replace(result.piece, category=categories.pop())
         return result
-
-
-class EngineRunner(CellRunner):
-    """Base of the runner of cells whose prompts an engine decodes, registered as ``engine``.
-
-    It is constructed with ``config``, ``target`` (from `load_target`), ``length`` (maximum number of tokens of a
-    sequence), ``logs`` (directory for logs of the engine), and ``on_step``, which it calls when a response has ended.
-    """
-
-    @classmethod
-    @abstractmethod
-    def load_target(cls, config: CellConfig, *, trust_remote_code: bool) -> LoadedModel:
-        """The target of a cell without its weights."""
-
-    @classmethod
-    @abstractmethod
-    def check_pair(cls, config: CellConfig) -> None:
-        """Raise UsageError if the engine does not support the drafter with the verifier; no file is read."""
-
-    @classmethod
-    @abstractmethod
-    def check_cells(cls, configs: Sequence[CellConfig]) -> None:
-        """Raise UsageError if cells cannot be measured together."""
-
-    @classmethod
-    @abstractmethod
-    def remarks(cls, config: CellConfig) -> tuple[str, ...]:
-        """Return remarks on what the engine does differently.
-
-        Raises:
-            UsageError, ModelError: the engine cannot measure the cell.
-        """
 
 
 def _record(result: PieceResult, prompt: Prompt, turn: int, response: Response, text: str, length: int) -> None:

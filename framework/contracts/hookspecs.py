@@ -95,7 +95,7 @@ def crossdraft_register_servers(register: Register) -> None:
 
 @hookspec
 def crossdraft_register_cell_runners(register: Register) -> None:
-    """Register the runner of the cells of a kind: as ``engine`` the `EngineRunner` of those with an engine.
+    """Register the runner of the cells of a kind: as ``engine`` the `CellRunner` of those with an engine.
 
     As ``launcher`` the class that measures a run in the processes of a launcher, ``cls(plan, outcome, limit)`` with
     ``processes``, ``measure()`` and ``close()``, see `bench.run.LocalRun`.

@@ -70,19 +70,10 @@ def _replay(queue: deque[tuple[deque[StepRecord], int]], batch_size: int) -> lis
     return steps
 
 
-def drafter_traits(config: CellConfig) -> Any:
-    """Traits of the drafter of a finished cell."""
-    drafter = plugins.get("drafters", config.drafter.name)
-    options = plugins.recorded_config("drafters", drafter, config.drafter.config)
-    return plugins.traits_of("drafters", drafter, options, config.sampling)
-
-
 def shorter_refusal(config: CellConfig) -> str:
     """The reason why the acceptance of shorter drafts does not follow from a finished cell, or an empty string."""
-    verifier = plugins.get("verifiers", config.verifier.name)
-    options = plugins.recorded_config("verifiers", verifier, config.verifier.config)
-    traits = plugins.traits_of("verifiers", verifier, options)
-    return not_shortenable(config.drafter.name, drafter_traits(config), config.verifier.name, traits)
+    traits = plugins.recorded_traits("verifiers", config.verifier.name, config.verifier.config)
+    return not_shortenable(config.drafter.name, config.drafter_traits, config.verifier.name, traits)
 
 
 def statistics(result: CellResult, drafter: Curve | None = None) -> CellStatistics | None:

@@ -242,6 +242,11 @@ class CellConfig(RunSettings):
         del shared["drafter"], shared["verifier"]
         return digest(shared)
 
+    @property
+    def drafter_traits(self) -> Any:
+        """Traits of the drafter of a finished cell."""
+        return plugins.recorded_traits("drafters", self.drafter.name, self.drafter.config, self.sampling)
+
     def _unlabelled(self) -> dict[str, Any]:
         config = self.model_dump(mode="json")
         for kind in ("drafter", "verifier", "engine"):

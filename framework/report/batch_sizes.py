@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from .. import plugins
 from ..cost.finished_cells import last_paying, speed_ups_of
 from ..metrics.cell_metrics import counted_steps, paired_ratio
 from ..runs.labels import group_title, verifier_title
@@ -18,7 +17,6 @@ from .metrics_text import clock_text, speed_up_text
 if TYPE_CHECKING:
     from ..cost.summary import Summary
     from ..metrics.cell_metrics import Metrics
-    from ..recipe.recipe import CellConfig
     from ..runs.records import CellResult
 
 
@@ -37,7 +35,7 @@ class Pair:
     @property
     def single_draft(self) -> bool:
         """True if the drafter drafts chains."""
-        return drafts_chains(next(iter(self.results.values())).config)
+        return next(iter(self.results.values())).config.drafter_traits.is_chain
 
 
 @dataclass
@@ -62,13 +60,6 @@ class Series:
             for b, m in metrics.items()
             if m is not None and m.timed and (wall or not m.withheld)
         }
-
-
-def drafts_chains(config: CellConfig) -> bool:
-    """True if the drafter of a cell drafts chains."""
-    drafter = plugins.get("drafters", config.drafter.name)
-    options = plugins.recorded_config("drafters", drafter, config.drafter.config)
-    return plugins.traits_of("drafters", drafter, options, config.sampling).is_chain
 
 
 def all_series(results: Sequence[CellResult]) -> dict[str, Series]:

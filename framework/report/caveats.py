@@ -12,7 +12,6 @@ from ..metrics.component_times import ENOUGH, FAULT, MOST_BORROWED, TOO_FEW
 from ..runs.labels import counted, group_title, is_lossless, pair_title, verifier_title
 from ..runs.marks import Mark, mark_of
 from ..util.estimate import estimate_text
-from .batch_sizes import drafts_chains
 
 if TYPE_CHECKING:
     from ..cost.summary import Summary
@@ -200,7 +199,7 @@ def _temperature_zero(results: Sequence[CellResult]) -> Iterator[str]:
         if result.drafting is None or config.sampling.temperature > 0:
             continue
         sampled = config.model_copy(update={"sampling": config.sampling.model_copy(update={"temperature": 1.0})})
-        if drafts_chains(config) and not drafts_chains(sampled):
+        if config.drafter_traits.is_chain and not sampled.drafter_traits.is_chain:
             chains[config.drafter.title] = None
         if is_lossless(config):
             first = firsts.setdefault(json.dumps([config.group, config.drafter.name, config.drafter.config]), result)

@@ -39,11 +39,3 @@ def estimate_text(estimate: Estimate | None, sign: str = "", digits: int = 2) ->
 
 def percent_text(share: float, sign: str = "") -> str:
     return f"{100 * share:{sign}.1f} %"
-
-
-def change_text(change: Estimate) -> str:
-    """A relative change in per cent, with its interval."""
-    interval = ""
-    if change.low is not None and change.high is not None:
-        interval = f" [{percent_text(change.low, '+')}, {percent_text(change.high, '+')}]"
-    return f"{percent_text(change.value, '+')}{interval}"

@@ -52,20 +52,6 @@ MOST_DEVICES = Limit(65_536, "models are not spread over more")
 CONSTRAINT_BYTES = Limit(256 * 2**10, "the time to compile it grows with its square")
 MOST_CHOICES = Limit(20_000, "all of them are compiled into one automaton")
 
-# -- a replay --------------------------------------------------------------------------------------------------
-
-MOST_REPLAYED = Limit(64, "a draft of that length is replayed at every token of every response")
-MOST_SEQUENCES = Limit(64, "the work of every token grows with its square")
-
-# -- a simulation ------------------------------------------------------------------------------------------------
-
-MOST_REQUESTS = Limit(1_000_000, "each is simulated step by step")
-
-# -- a test ------------------------------------------------------------------------------------------------------
-
-#: Smallest total variation, and share of a score: for smaller ones the numbers of draws and questions overflow.
-LEAST_DEVIATION = 1e-9
-
 # -- a model ---------------------------------------------------------------------------------------------------
 
 MOST_LAYERS = Limit(1024, "each is built before any weight is read")
@@ -85,7 +71,4 @@ CONFIG_BYTES = Limit(10 * 2**20, "it is read into memory")
 INDEX_BYTES = Limit(100 * 2**20, "it is read into memory")
 PROMPT_FILE_BYTES = Limit(2**30, "its prompts are kept in memory")
 RESPONSE_FILE_BYTES = Limit(2**38, "reading it takes hours")
-METRICS_BYTES = Limit(256 * 2**20, "it is read into memory; keep only the lines about drafts")
 LINE_BYTES = Limit(10 * 2**20, "a line is a prompt, and is read into memory")
-BODY_BYTES = Limit(10 * 2**20, "the body of a request is kept in memory")
-EVENT_BYTES = Limit(10 * 2**20, "an event of a stream, and all between two tokens, is kept in memory")

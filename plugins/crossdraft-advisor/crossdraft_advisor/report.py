@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from crossdraft import Table
+from crossdraft import Estimate, Table
+from crossdraft.framework.util.estimate import percent_text
 
 
 @dataclass(frozen=True)
@@ -42,3 +43,11 @@ def log(message: str) -> None:
 def right(*names: str) -> list[tuple[str, str]]:
     """Columns of a table with numbers that are written as texts."""
     return [(name, "right") for name in names]
+
+
+def change_text(change: Estimate) -> str:
+    """A relative change in per cent, with its interval."""
+    interval = ""
+    if change.low is not None and change.high is not None:
+        interval = f" [{percent_text(change.low, '+')}, {percent_text(change.high, '+')}]"
+    return f"{percent_text(change.value, '+')}{interval}"

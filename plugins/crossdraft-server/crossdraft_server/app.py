@@ -26,7 +26,7 @@ from crossdraft.framework.contracts.steps import Chunk, Request
 from crossdraft.framework.contracts.steps import Response as DecodedResponse
 from crossdraft.framework.errors import CrossdraftError, first_line
 from crossdraft.framework.util.input_files import nested_too_deeply, parse_json
-from crossdraft.framework.util.limits import BODY_BYTES, MOST_NESTING
+from crossdraft.framework.util.limits import MOST_NESTING, Limit
 
 from .access import AccessControl
 from .constraint_compiler import ConstraintCompiler
@@ -35,6 +35,8 @@ from .errors import error_object, error_response
 from .protocol import CompletionRequest, InvalidRequestError, parse_request
 from .response import ResponseBuilder
 from .worker import ChunkQueue, Job, RequestFailedError, UnavailableError, Worker
+
+BODY_BYTES = Limit(10 * 2**20, "the body of a request is kept in memory")
 
 #: Seconds that open connections have to finish at shutdown.
 _SHUTDOWN_SECONDS = 3

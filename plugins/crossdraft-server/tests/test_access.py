@@ -14,12 +14,11 @@ from tiny_models import save_model
 openai = pytest.importorskip("openai", reason="the endpoint is tested with the openai client")
 
 from crossdraft_server.access import AccessControl  # noqa: E402
-from crossdraft_server.app import application  # noqa: E402
+from crossdraft_server.app import BODY_BYTES, application  # noqa: E402
 from crossdraft_server.worker import Worker  # noqa: E402
 from server_thread import RunningServer, serve, serving  # noqa: E402
 
 from crossdraft.framework.errors import UsageError  # noqa: E402
-from crossdraft.framework.util.limits import BODY_BYTES  # noqa: E402
 from crossdraft.framework.util.loopback import is_loopback  # noqa: E402
 
 KEY = "a-key"

@@ -25,7 +25,7 @@ from crossdraft.framework.api.build import configured
 from crossdraft.framework.contracts.options import fault, permits
 from crossdraft.framework.contracts.verifier import incompatible, not_shortenable
 from crossdraft.framework.cost.curve import CostCurve, Curve
-from crossdraft.framework.cost.finished_cells import curves_of, drafter_traits, shorter_refusal, statistics
+from crossdraft.framework.cost.finished_cells import curves_of, shorter_refusal, statistics
 from crossdraft.framework.cost.prediction import CellStatistics, Prediction, predict
 from crossdraft.framework.metrics.cell_metrics import Metrics, uncut_steps
 from crossdraft.framework.recipe.recipe import CellConfig
@@ -400,7 +400,7 @@ def acceptance_of(result: CellResult, name: str) -> Acceptance:
     """Acceptance of a cell, with prompts as pieces, over the same steps as `Metrics.acceptance`."""
     config, metrics = result.config, result.metrics
     assert metrics is not None
-    traits = drafter_traits(config)
+    traits = config.drafter_traits
     gamma = len(metrics.acceptance)
     sums: dict[int, list[float]] = {}
     for record in uncut_steps(result.records, metrics.depth):

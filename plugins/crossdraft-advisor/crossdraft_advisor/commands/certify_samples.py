@@ -14,8 +14,8 @@ from pydantic import Field
 from crossdraft import Argument, Command, Table, UsageError
 from crossdraft.framework.cli.options.sampling import SamplingOptions
 from crossdraft.framework.cli.options.trust import TrustOptions
-from crossdraft.framework.util.limits import LEAST_DEVIATION
 
+from ..limits import LEAST_DEVIATION
 from ..report import Report
 
 if TYPE_CHECKING:

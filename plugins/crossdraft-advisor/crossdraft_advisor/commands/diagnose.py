@@ -14,9 +14,10 @@ from crossdraft import Argument, Command, Sampling, UsageError
 from crossdraft.framework.cli.options.run import JsonOptions
 from crossdraft.framework.cli.options.sampling import SamplingOptions
 from crossdraft.framework.cli.options.trust import TrustOptions
-from crossdraft.framework.util.limits import MOST_PROMPTS, MOST_REPLAYED, MOST_TOKENS
+from crossdraft.framework.util.limits import MOST_PROMPTS, MOST_TOKENS
 
 from ..engines.counter_definitions import DEFINITIONS
+from ..limits import MOST_REPLAYED
 from ..replay.baseline_responses import baseline_responses, duration
 from ..report import Report, log
 

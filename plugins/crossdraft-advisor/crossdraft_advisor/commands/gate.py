@@ -17,14 +17,14 @@ from crossdraft.framework.metrics.cell_metrics import sums_by_prompt, uncut_step
 from crossdraft.framework.metrics.intervals import LEAST_PIECES
 from crossdraft.framework.report.comparison import compare_runs
 from crossdraft.framework.runs.labels import group_title
-from crossdraft.framework.util.estimate import change_text, percent_text
+from crossdraft.framework.util.estimate import percent_text
 from crossdraft.framework.util.input_files import kind_of, parse_json, path_of, read_text
-from crossdraft.framework.util.limits import METRICS_BYTES
 
 from ..engines.acceptance import Acceptance
 from ..engines.formats import read_acceptances
 from ..gate import POWER, GateCheck, Sample, checked, planned
-from ..report import Report, right
+from ..limits import METRICS_BYTES
+from ..report import Report, change_text, right
 
 EXIT = {"pass": 0, "drop": 1, "undecided": 3}  # exit codes; 2 is reserved for usage errors
 VERDICTS = {"pass": "pass", "drop": "drop", "undecided": "too few prompts"}  # verdicts as printed

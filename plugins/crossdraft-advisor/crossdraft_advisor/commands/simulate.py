@@ -14,15 +14,9 @@ from crossdraft.framework.cli.options.trust import TrustOptions
 from crossdraft.framework.runs.labels import counted
 from crossdraft.framework.util.estimate import estimate_text
 from crossdraft.framework.util.input_files import kind_of
-from crossdraft.framework.util.limits import (
-    MOST_DEVICES,
-    MOST_REPEATS,
-    MOST_REPLAYED,
-    MOST_REQUESTS,
-    MOST_ROWS,
-    MOST_TOKENS,
-)
+from crossdraft.framework.util.limits import MOST_DEVICES, MOST_REPEATS, MOST_ROWS, MOST_TOKENS
 
+from ..limits import MOST_REPLAYED, MOST_REQUESTS
 from ..report import Report, right
 from .costs import CostOptions
 

@@ -12,8 +12,8 @@ from pydantic import Field
 from crossdraft import Argument, Command, Table, UsageError
 from crossdraft.framework.cli.options.run import JsonOptions
 from crossdraft.framework.cli.options.trust import ProgramOptions, TrustOptions
-from crossdraft.framework.util.limits import LEAST_DEVIATION
 
+from ..limits import LEAST_DEVIATION
 from ..report import Report
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ import numpy as np
 from crossdraft import CrossdraftError, LoadedModel, Response, SequenceStep, UsageError, load_model, load_tokenizer
 from crossdraft.framework import plugins
 from crossdraft.framework.api.build import Configured, configured
-from crossdraft.framework.api.cell_runner import Conversation, EngineRunner
+from crossdraft.framework.api.cell_runner import CellRunner, Conversation
 from crossdraft.framework.engine.stopwatch import PHASES
 from crossdraft.framework.errors import quoted
 from crossdraft.framework.metrics.pieces import PREFILL, Piece
@@ -130,12 +130,12 @@ def _engine(config: CellConfig) -> Any:
     return config.engine
 
 
-class EngineCell(EngineRunner):
+class EngineCell(CellRunner):
     """A cell whose prompts an engine's server decodes.
 
-    ``target`` has no weights, ``logs`` is for the server's log, and ``on_step`` is called when a response has ended.
-    Raises UsageError if the engine does not support the pair or cannot be started, ModelError if the server ends before
-    it is ready.
+    ``target`` (from `load_target`) has no weights, ``length`` is the maximum number of tokens of a sequence, ``logs``
+    is for the server's log, and ``on_step`` is called when a response has ended. Raises UsageError if the engine does
+    not support the pair or cannot be started, ModelError if the server ends before it is ready.
     """
 
     def __init__(self, config: CellConfig, target: LoadedModel, length: int, logs: Path, on_step: Callable[[], Any]):
@@ -174,10 +174,12 @@ class EngineCell(EngineRunner):
 
     @classmethod
     def load_target(cls, config: CellConfig, *, trust_remote_code: bool) -> LoadedModel:
+        """The target of a cell without its weights."""
         return without_weights(config.target, trust_remote_code=trust_remote_code)
 
     @classmethod
     def check_pair(cls, config: CellConfig) -> None:
+        """Raise UsageError if the engine does not support the drafter with the verifier; no file is read."""
         options = _engine(config).config
         if config.is_baseline and options.get("url") and not (options.get("baseline_url") or options.get("plain")):
             reason = without_plain_decoding(_engine(config).name)
@@ -190,6 +192,7 @@ class EngineCell(EngineRunner):
 
     @classmethod
     def remarks(cls, config: CellConfig) -> tuple[str, ...]:
+        """Remarks on differences of the engine. Raises UsageError or ModelError if it cannot measure the cell."""
         _digests(config)
         options = _engine(config).config
         if config.is_baseline and options.get("plain") and not options.get("baseline_url"):

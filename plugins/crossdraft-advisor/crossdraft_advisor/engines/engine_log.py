@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from crossdraft.framework.errors import UsageError, printable
 from crossdraft.framework.util.input_files import parse_json, path_of, read_bytes
-from crossdraft.framework.util.limits import METRICS_BYTES, MOST_NESTING
+from crossdraft.framework.util.limits import MOST_NESTING
 
+from ..limits import METRICS_BYTES
 from .http_response import HEADERS, HttpResponse, NetworkError, redacted, without_password
 
 if TYPE_CHECKING:

@@ -35,7 +35,10 @@ from urllib.request import (
 )
 
 from crossdraft.framework.errors import CrossdraftError, UsageError, first_line, printable, quoted
-from crossdraft.framework.util.limits import METRICS_BYTES, Limit
+from crossdraft.framework.util.limits import Limit
+from crossdraft.framework.util.loopback import is_loopback
+
+from ..limits import METRICS_BYTES
 
 _PART, _PARTS = 2**16, 16  # bytes of a part, and parts that wait to be read
 _ERROR_BYTES, _ERROR_TEXT = 4096, 300  # bytes of the body of an error, and characters of it in a message
@@ -345,7 +348,8 @@ def proxy_of(url: str) -> str:
     except ValueError:  # of an invalid URL, which the request fails with
         return ""
     scheme = next((name for name in (parts.scheme, "all") if proxies.get(name)), "")
-    if not scheme or not host or _is_loopback(host) or _is_excepted(host, port, proxies.get("no", "")):
+    own = is_loopback(host) or host.endswith(".localhost")
+    if not scheme or not host or own or _is_excepted(host, port, proxies.get("no", "")):
         return ""
     name, proxy = f"{scheme.upper()}_PROXY", proxies[scheme]
     proxy = proxy if "://" in proxy else f"http://{proxy}"
@@ -362,13 +366,6 @@ def proxy_of(url: str) -> str:
             + f"; give one, as in http://proxy.example.com:3128 (it carries HTTPS, too), or add {host} to NO_PROXY"
         )
     return proxy
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
 
 
 def _is_excepted(host: str, port: int, names: str) -> bool:

@@ -33,8 +33,9 @@ from crossdraft.framework.contracts.options import Options
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import ModelError, UsageError, first_line, printable, quoted
 from crossdraft.framework.util.input_files import parse_json
-from crossdraft.framework.util.limits import EVENT_BYTES, Limit
+from crossdraft.framework.util.limits import Limit
 
+from ..limits import EVENT_BYTES
 from .engine_log import ESCAPES
 from .http_response import HEADERS, HttpResponse, NetworkError, fetch, redacted, unfit
 

@@ -15,8 +15,9 @@ from crossdraft.framework.api.build import Configured, configured
 from crossdraft.framework.contracts.options import permits
 from crossdraft.framework.recipe.recipe import Strategy
 from crossdraft.framework.runs.labels import counted
-from crossdraft.framework.util.limits import MOST_LISTED, MOST_REPLAYED
+from crossdraft.framework.util.limits import MOST_LISTED
 
+from ..limits import MOST_REPLAYED
 from .replay import Candidate, verifiers_for
 from .response import Response
 from .step_chain import confident, heuristic, oracle

@@ -23,9 +23,10 @@ import numpy as np
 from crossdraft.framework.errors import UsageError, first_line, printable, quoted
 from crossdraft.framework.runs.labels import counted
 from crossdraft.framework.util.input_files import open_file, parse_json, path_of, read_lines, read_text
-from crossdraft.framework.util.limits import LINE_BYTES, MOST_DIGITS, MOST_REQUESTS, MOST_TOKENS, RESPONSE_FILE_BYTES
+from crossdraft.framework.util.limits import LINE_BYTES, MOST_DIGITS, MOST_TOKENS, RESPONSE_FILE_BYTES
 
 from ..engines.engine_log import packed_as
+from ..limits import MOST_REQUESTS
 
 #: Units of numbers that are times -> how many are a second.
 TIME_UNITS = {"s": 1, "ms": 1000, "us": 10**6, "ns": 10**9}

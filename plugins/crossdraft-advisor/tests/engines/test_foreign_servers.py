@@ -14,11 +14,12 @@ from crossdraft_advisor.engines.builtin.openai import OpenAiOptions, OpenAiServe
 from crossdraft_advisor.engines.counter_definitions import DEFINITIONS
 from crossdraft_advisor.engines.engine_cell import ServerCounters, contradiction, other_traffic
 from crossdraft_advisor.engines.http_response import HttpResponse, NetworkError, headers_of, same_server, unfit
+from crossdraft_advisor.limits import EVENT_BYTES
 from engine_server import Script, engine_server, steps
 
 from crossdraft import ModelError, Sampling
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.util.limits import EVENT_BYTES, Limit
+from crossdraft.framework.util.limits import Limit
 
 GAMMA, MOST, END, VOCAB = 4, 8, 2, 50
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crossdraft.framework.models.tokenizer import decode_tokens
-from crossdraft.framework.report.batch_sizes import drafts_chains
 from crossdraft.framework.util.limits import SETTINGS_BYTES
 from crossdraft.framework.util.output_files import cache_dir
 
@@ -50,7 +49,7 @@ def responses_of(runs: Sequence[tuple[str, FinishedRun]]) -> dict[str, Any]:
     total = max((len(result.responses) for _, result in cells), default=0)
     columns: list[dict[str, Any]] = [{"title": title, "responses": []} for title, _ in cells]
     steps = [_steps(result.records) for _, result in cells]
-    chains = [drafts_chains(result.config) for _, result in cells]
+    chains = [result.config.drafter_traits.is_chain for _, result in cells]
     tokenizers = {target: _tokenizer(target) for target in {result.config.target for _, result in cells}}
     left, shown = MOST_JSON, 0
     for i in range(total):

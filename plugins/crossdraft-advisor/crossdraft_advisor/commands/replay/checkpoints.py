@@ -13,10 +13,10 @@ from typing import Any
 from crossdraft import Estimate, Table, UsageError
 from crossdraft.framework.metrics.intervals import LEAST_PIECES
 from crossdraft.framework.runs.labels import counted
-from crossdraft.framework.util.estimate import change_text, estimate_text, percent_text
+from crossdraft.framework.util.estimate import estimate_text, percent_text
 
 from ...gate import GateCheck, Sample, checked
-from ...report import Report, log, right
+from ...report import Report, change_text, log, right
 from .output import verifier_title
 
 Pair = tuple[str, str, int, int]  # a drafter, verifier, number of sequences and draft length

@@ -16,10 +16,10 @@ from crossdraft.framework.cli.options.sampling import SamplingOptions
 from crossdraft.framework.cli.options.trust import TrustOptions, strings_in
 from crossdraft.framework.errors import quoted
 from crossdraft.framework.runs.labels import counted
-from crossdraft.framework.util.limits import MOST_REPLAYED, MOST_SEQUENCES
 from crossdraft.framework.util.output_files import check_output
 
 from ...engines.counter_definitions import DEFINITIONS
+from ...limits import MOST_REPLAYED, MOST_SEQUENCES
 from ...report import Report, log
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any
 
 from crossdraft import Table, UsageError
 from crossdraft.framework.recipe.recipe import Strategy
-from crossdraft.framework.util.estimate import change_text, estimate_text
+from crossdraft.framework.util.estimate import estimate_text
 
 from ...engines.counter_definitions import DEFINITIONS
 from ...engines.formats import read_acceptances
@@ -24,7 +24,7 @@ from ...replay.aggregate import Row
 from ...replay.engine_counts import DTYPE, TEMPLATE, Cause, Counted, EngineCounts, cause_of, differing, variants_of
 from ...replay.jsonl_formats import OTHER_TEMPLATE
 from ...replay.response import Response
-from ...report import Report, log, right
+from ...report import Report, change_text, log, right
 from .checkpoints import has_weights
 
 
