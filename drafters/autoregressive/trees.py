@@ -346,11 +346,10 @@ def grow_dynamic(
         the draft, and ``[B, N]`` the position of each node in the order of feeding, -1 = not fed.
     """
     b, device = root.shape[0], root.device
-    rows = torch.arange(b, device=device)[:, None]
     n_children = min(nodes, root.shape[1]) if top_k is None else top_k
     score, token = root.float().log_softmax(-1).topk(n_children)
     finite = ~score.isnan().any(1)
-    tokens, scores, parents, fed, levels = [token], [score], [torch.full_like(token, -1)], [], [1]
+    tokens, scores, parents, fed = [token], [score], [torch.full_like(token, -1)], []
     first, n_fed = 0, 0  # index of the current level's first candidate; number of nodes fed
     total, going = torch.zeros_like(limit, dtype=score.dtype), torch.ones_like(limit, dtype=torch.bool)
     for level in range(1, depth):
@@ -383,23 +382,30 @@ def grow_dynamic(
         scores.append(joint)
         tokens.append(child.reshape(b, -1))
         parents.append(candidate[..., None].expand(-1, -1, n_children).reshape(b, -1))
-        levels.append(level + 1)
     fed.append(torch.full_like(tokens[-1], -1))
-    token, parent, fed_index = torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(fed, 1)
-    generation = torch.cat([torch.full_like(t, level) for t, level in zip(tokens, levels, strict=True)], 1)
+    draft, best = _reranked(tokens, scores, parents, nodes, limit, finite)
+    return draft, torch.cat(fed, 1).gather(1, best)
+
+
+def _reranked(
+    tokens: list[Tensor], scores: list[Tensor], parents: list[Tensor], nodes: int, limit: Tensor, finite: Tensor
+) -> tuple[Draft, Tensor]:
+    """The tree of the best ``nodes`` candidates of all levels, and their indices."""
+    token, parent = torch.cat(tokens, 1), torch.cat(parents, 1)
+    generation = torch.cat([torch.full_like(of_level, level) for level, of_level in enumerate(tokens, 1)], 1)
     joint = torch.cat(scores, 1).masked_fill(generation > limit[:, None], -torch.inf)
     best = _best(joint, nodes).sort(1).values  # back into topological order
-    new = torch.full_like(token, -1).scatter_(1, best, torch.arange(best.shape[1], device=device).expand_as(best))
+    new = torch.full_like(token, -1).scatter_(1, best, torch.arange(best.shape[1], device=best.device).expand_as(best))
     old_parent = parent.gather(1, best)
     draft = Draft(
         tokens=token.gather(1, best),
         parents=torch.where(old_parent >= 0, new.gather(1, old_parent.clamp(min=0)), -1),
-        valid=joint[rows, best] > -torch.inf,
+        valid=joint.gather(1, best) > -torch.inf,
         kind=DETERMINISTIC,
-        levels=levels[-1],
+        levels=len(tokens),
         finite=finite,
     )
-    return draft, fed_index.gather(1, best)
+    return draft, best
 
 
 def _best(joint: Tensor, nodes: int) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 from transformers.generation import logits_process
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
@@ -134,17 +135,7 @@ def custom_generate(
     Raises:
         UsageError: a setting cannot be honoured; the message gives its name, its value and what to do.
     """
-    call = _call_of_transformers(model)
-    if call is None:
-        raise UsageError(
-            "custom_generate was not called by transformers; call model.generate(..., custom_generate=custom_generate)"
-        )
-    config, (arguments, inputs) = generation_config, call
-    check_fields(config)
-    for name, value in arguments.items():
-        _check_setting(name, value, ARGUMENTS.get(name, _UNKNOWN))
-    for name in inputs.keys() - _INPUTS - vars(config).keys():
-        _refuse(name, inputs[name], "the target receives only token ids and their attention_mask")
+    config, streamer = generation_config, _checked_call(model, generation_config).get("streamer")
     sampling = sampling_of(config)
     processors = _processors(logits_processor or (), sampling)
     _check_criteria(stopping_criteria or (), config)
@@ -156,10 +147,7 @@ def custom_generate(
             f"a prompt of {longest} tokens and {budget} new ones exceed the model's context of {context} tokens; "
             "reduce max_new_tokens or shorten the prompt"
         )
-    streamer, target = (
-        arguments.get("streamer"),
-        LoadedModel(model, None, type(model).__name__, "given", "", ends, None),
-    )
+    target = LoadedModel(model, None, type(model).__name__, "given", "", ends, None)
     budget = as_int("max_new_tokens", budget, 1)
     decoder = pair_decoder(
         target,
@@ -179,10 +167,9 @@ def custom_generate(
     outputs = {response.index: response.tokens for response in decoder.run(prompts)}
     if streamer is not None:
         streamer.end()
-    longest = max(len(tokens) for tokens in outputs.values())
     pad = (*_listed(config.pad_token_id), *ends, 0)[0]
-    new = [outputs[i] + [pad] * (longest - len(outputs[i])) for i in range(len(prompts))]
-    sequences = torch.cat([input_ids, torch.tensor(new, dtype=input_ids.dtype, device=input_ids.device)], 1)
+    new = [input_ids.new_tensor(outputs[i]) for i in range(len(prompts))]
+    sequences = torch.cat([input_ids, pad_sequence(new, batch_first=True, padding_value=pad)], 1)
     return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences  # type: ignore
 
 
@@ -322,8 +309,8 @@ def _prompts(
 # -- helpers ----------------------------------------------------------------------------------------------
 
 
-def _call_of_transformers(model: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The arguments and the further keywords of the calling ``model.generate``; None if there is no such call.
+def _checked_call(model: Any, config: GenerationConfig) -> dict[str, Any]:
+    """The arguments of the calling ``model.generate``; UsageError if one, or a further keyword, cannot be honoured.
 
     Read from its stack frame: transformers passes only some of them on, not a streamer or an assistant for example.
     """
@@ -332,9 +319,18 @@ def _call_of_transformers(model: Any) -> tuple[dict[str, Any], dict[str, Any]] |
         if frame.f_code.co_name == "generate":
             names, _, keywords, values = inspect.getargvalues(frame)
             if "custom_generate" in names and keywords and values.get("self") is model:
-                return {name: values[name] for name in names}, dict(values[keywords])
+                break
         frame = frame.f_back
-    return None
+    else:
+        raise UsageError(
+            "custom_generate was not called by transformers; call model.generate(..., custom_generate=custom_generate)"
+        )
+    check_fields(config)
+    for name in names:
+        _check_setting(name, values[name], ARGUMENTS.get(name, _UNKNOWN))
+    for name in values[keywords].keys() - _INPUTS - vars(config).keys():
+        _refuse(name, values[keywords][name], "the target receives only token ids and their attention_mask")
+    return {name: values[name] for name in names}
 
 
 def _streamed(streamer: Any, rows: int) -> Callable[[StepEvent], None]:

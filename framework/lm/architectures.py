@@ -110,14 +110,9 @@ def _layer_types(config: Any) -> set[str]:
     return set(getattr(config, "layer_types", None) or ())
 
 
-def _recurrent(config: Any) -> list[str]:
-    """Types of recurrent layers, in alphabetical order."""
-    return sorted(_layer_types(config) - _ROLLBACK_LAYERS - _STATELESS_LAYERS - _SPARSE_LAYERS)
-
-
 def recurrent_layers(model: Any) -> str:
     """Describe the recurrent layers of ``model``; empty without any."""
-    if kinds := _recurrent(text_config(model)):
+    if kinds := sorted(_layer_types(text_config(model)) - _ROLLBACK_LAYERS - _STATELESS_LAYERS - _SPARSE_LAYERS):
         return f"layers of type {', '.join(kinds)}"
     return "recurrent layers" if getattr(model, "_is_stateful", False) else ""
 
@@ -163,11 +158,8 @@ def _reasons(model: Any, config: Any, max_length: int | None, both_ropes: bool) 
         )
     if layers and RECURRENT_LAYERS not in plugins.entries("preparations"):
         yield f"has {layers}: {plugins.unknown('preparations', RECURRENT_LAYERS)}"
-    if (
-        "sliding_attention" in kinds
-        and getattr(config, "use_sliding_window", True) is not False
-        and sliding_window(config) is None
-    ):
+    slides = "sliding_attention" in kinds and getattr(config, "use_sliding_window", True) is not False
+    if slides and sliding_window(config) is None:
         yield "has sliding layers, but its config has no single sliding_window for them; use another model"
     if getattr(config, "attention_chunk_size", None) is not None and not kinds:
         yield "has chunked attention, but its config does not list the layers (layer_types); use another model"
@@ -180,7 +172,7 @@ def _reasons(model: Any, config: Any, max_length: int | None, both_ropes: bool) 
         yield from refusals(model)
     inputs = inspect.signature(model.forward).parameters
     if attends(model) and not cache_argument(model.forward):
-        yield ("takes no cache, so crossdraft cannot supply its cache of keys and values; use a model with a cache")
+        yield "takes no cache, so crossdraft cannot supply its cache of keys and values; use a model with a cache"
     if attends(model) and "position_ids" not in inputs:
         yield (
             "takes no position_ids (its positions follow from the padding mask), so rows of different "

@@ -34,8 +34,8 @@ def with_layers(
     Raises:
         ModelError: the layers do not exist, or cannot be run separately, or without one of their parts.
     """
-    shared = [name for name in ("num_kv_shared_layers", "hidden_size_per_layer_input") if _set(model, name)]
-    if shared:
+    config, keys = model.config.get_text_config(), ("num_kv_shared_layers", "hidden_size_per_layer_input")
+    if shared := [name for name in keys if getattr(config, name, None)]:
         raise ModelError(
             f"{type(model).__name__} has layers that depend on each other ({', '.join(shared)} in its config), so some "
             "of them cannot be run alone"
@@ -238,10 +238,6 @@ class OwnModules:
         """Let the modules be idle when ``borrower`` is freed."""
         if self.structure is not None:
             finalize(borrower, put, model, OwnModules, self.structure, self).atexit = False
-
-
-def _set(model: Any, name: str) -> bool:
-    return bool(getattr(model.config.get_text_config(), name, None))
 
 
 def _shallow(module: nn.Module) -> Any:

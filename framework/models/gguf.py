@@ -29,7 +29,7 @@ _PART = re.compile(r"-\d{5}-of-\d{5}$")
 _BACKEND = f"or install crossdraft-llamacpp, which runs the file as it is ({installing('crossdraft-llamacpp')})"
 #: Keys of the metadata that change what a model computes, and which transformers does not read for each architecture.
 _COMPUTES = re.compile(r"\.(?:rope\.scaling\.(?:type|factor)|\w+_scale|attention\.sliding_window)$|softcapping$")
-_ENDS = ("eos", "eot", "eom")
+_ENDS = ("eos", "eot", "eom")  # that end a text, the tokenizer's own first
 
 
 def is_gguf(path: Path) -> bool:
@@ -101,7 +101,8 @@ def convert(file: Path, into: Path) -> None:
             raise _unreadable(file, first_line(error)) from error
         if lost := sorted({*loading["missing_keys"], *_unread(reader, model.config.to_dict())}):
             raise _unreadable(file, f"transformers does not read {', '.join(lost[:3])}, which changes the logits")
-        if ends := _ends(reader):
+        fields = (reader.get_field(f"tokenizer.ggml.{name}_token_id") for name in _ENDS)
+        if ends := list(dict.fromkeys(int(field.contents()) for field in fields if field is not None)):
             model.generation_config.eos_token_id = ends
             tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[0])
         weights = list(model.parameters())
@@ -126,12 +127,6 @@ def _announce(file: Path, folder: Path, size: int) -> None:
 
 def _unreadable(file: Path, why: str) -> ModelError:
     return ModelError(f"{file} could not be converted: {why}; use the safetensors files of the model, {_BACKEND}")
-
-
-def _ends(reader: Any) -> list[int]:
-    """The ids that end a text, the tokenizer's own first."""
-    fields = (reader.get_field(f"tokenizer.ggml.{name}_token_id") for name in _ENDS)
-    return list(dict.fromkeys(int(field.contents()) for field in fields if field is not None))
 
 
 def _unread(reader: Any, config: Mapping[str, Any]) -> Iterator[str]:

@@ -91,19 +91,72 @@ def load_transformers(
 ) -> LoadedModel:
     """`load_model` for directories of transformers."""
     name = resolved.name
-    shared_model: Any = share_with.model if share_with else None
-    first_device: torch.device = (
-        shared_model.device if device == "auto" and shared_model is not None else placement.first_device(device)
-    )
-    precision: torch.dtype = (
-        shared_model.dtype if dtype == "auto" and shared_model is not None else pick_dtype(dtype, first_device)
-    )
+    like: Any = share_with.model if share_with else None
+    first_device = like.device if like is not None and device == "auto" else placement.first_device(device)
+    precision = like.dtype if like is not None and dtype == "auto" else pick_dtype(dtype, first_device)
     shared = shared_embedding_of(resolved.path)
-    if trust_remote_code:
-        for path in {resolved.path, tokenizer_directory(resolved)}:
-            check_code_is_here(name, path)
+    for path in {resolved.path, tokenizer_directory(resolved)} if trust_remote_code else ():
+        check_code_is_here(name, path)
     if shared is not None and share_with is None:
         check_owner(name, resolved.path)
+    config, shapes, identity = _checked_files(resolved, shared, device, attn_implementation)
+    place = device if placement.several_devices(device) else first_device
+    placement_options = placement.load_options(name, place, resolved.quantization)
+    options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+    compact = shared is not None and (resolved.path / COMPACT_WEIGHTS).is_file()
+    # Silence warnings about the embedding that is added below, and about layers that cannot be quantised.
+    with (
+        _one_at_a_time,
+        _model_errors(name, identity),
+        _quiet if shared is not None or resolved.quantization else nullcontext(),
+    ):
+        model, loading = _from_pretrained(
+            resolved.path,
+            config.get("model_type"),
+            compact,
+            dtype=precision,
+            attn_implementation=attn_implementation,
+            **options,
+            **quantization_options(name, resolved.quantization, first_device),
+            **placement_options,
+        )
+        model = (model if placement_options else model.to(first_device)).eval()
+        if resolved.adapter is not None:
+            merge_adapter(resolved, model)
+        if resolved.quantization:
+            model.requires_grad_(False)  # torchao's weights would be kept for a backward pass otherwise
+            check_quantized(name, resolved.quantization, model)
+    missing, unexpected = set(loading["missing_keys"]), unknown_tensors(loading["unexpected_keys"], shapes)
+    owner = None
+    if shared is not None:
+        owner = share_with or _owner(name, shared["model"], dtype=precision, device=first_device)
+        missing -= adopt_embedding(name, model, owner, shared)
+    if missing or unexpected:
+        raise ModelError(
+            f"the weights of {name} do not match its config.json: missing {listed(missing)}; "
+            f"unexpected {listed(unexpected)}; correct config.json or the weights (heads of a drafter are the model of "
+            "that drafter, and quantised weights need their quantization_config)"
+        )
+    placement.check_split(name, model, device)
+    tokenizer = _tokenizer(name, tokenizer_directory(resolved), owner, options)
+    text_config = model.config.get_text_config()
+    holders = (model.generation_config, text_config, tokenizer)
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        name=name,
+        source=resolved.source,
+        sha256=model_sha256(resolved),
+        eos_token_ids=eos_token_ids(name, *(getattr(holder, "eos_token_id", None) for holder in holders)),
+        context_length=getattr(text_config, "max_position_embeddings", None),
+    )
+
+
+def _checked_files(
+    resolved: ResolvedModel, shared: Any, device: Device, attn_implementation: str | None
+) -> tuple[dict[str, Any], dict[str, Any], Identity | None]:
+    """Config, shapes of tensors and identity of a model that can be loaded like this; Usage- or ModelError."""
+    name = resolved.name
     config = read_config(resolved.path)
     if attention := next(_repository_attention({"attn_implementation": attn_implementation}, config), None):
         raise ModelError(
@@ -130,71 +183,7 @@ def load_transformers(
             f"{printable(name)}: the base {reason}, so an adapter cannot be merged into it on load; give the directory "
             "of the merged model"
         )
-    place = device if placement.several_devices(device) else first_device
-    placement_options = placement.load_options(name, place, resolved.quantization)
-    options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
-    compact = shared is not None and (resolved.path / COMPACT_WEIGHTS).is_file()
-    # Silence warnings about the embedding that is added below, and about layers that cannot be quantised.
-    with (
-        _one_at_a_time,
-        _model_errors(name, identity),
-        _quiet if shared is not None or resolved.quantization else nullcontext(),
-    ):
-        from transformers import AutoConfig
-
-        weights_options = {}
-        if compact:  # the index lists the embedding, too
-            weights_options["config"] = AutoConfig.from_pretrained(resolved.path, **options)
-            weights_options["config"].transformers_weights = COMPACT_WEIGHTS
-        model: Any
-        loading: Any
-        model, loading = _auto_class(config.get("model_type")).from_pretrained(
-            resolved.path,
-            dtype=precision,
-            attn_implementation=attn_implementation,
-            use_safetensors=True,
-            output_loading_info=True,
-            **options,
-            **quantization_options(name, resolved.quantization, first_device),
-            **placement_options,
-            **weights_options,
-        )
-        if compact:
-            del model.config.transformers_weights
-        model = (model if placement_options else model.to(first_device)).eval()
-        if resolved.adapter is not None:
-            merge_adapter(resolved, model)
-        if resolved.quantization:
-            model.requires_grad_(False)  # torchao's weights would be kept for a backward pass otherwise
-            check_quantized(name, resolved.quantization, model)
-    missing, unexpected = set(loading["missing_keys"]), unknown_tensors(loading["unexpected_keys"], shapes)
-    owner = None
-    if shared is not None:
-        owner = share_with or _owner(name, shared["model"], dtype=precision, device=first_device)
-        missing -= adopt_embedding(name, model, owner, shared)
-    if missing or unexpected:
-        raise ModelError(
-            f"the weights of {name} do not match its config.json: missing {listed(missing)}; "
-            f"unexpected {listed(unexpected)}; correct config.json or the weights (heads of a drafter are the model of "
-            "that drafter, and quantised weights need their quantization_config)"
-        )
-    placement.check_split(name, model, device)
-    tokenizer = _tokenizer(name, tokenizer_directory(resolved), owner, options)
-    return LoadedModel(
-        model=model,
-        tokenizer=tokenizer,
-        name=name,
-        source=resolved.source,
-        sha256=model_sha256(resolved),
-        eos_token_ids=eos_token_ids(
-            name,
-            *(
-                getattr(holder, "eos_token_id", None)
-                for holder in (model.generation_config, model.config.get_text_config(), tokenizer)
-            ),
-        ),
-        context_length=getattr(model.config.get_text_config(), "max_position_embeddings", None),
-    )
+    return config, shapes, identity
 
 
 def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> str | None:
@@ -221,13 +210,22 @@ def _owner(name: str, model: str, **options: Any) -> LoadedModel:
         ) from error
 
 
-def _auto_class(model_type: Any) -> Any:
-    """The class of transformers that loads the language model: the multimodal one, if it has no class of its own."""
+def _from_pretrained(path: Path, model_type: Any, compact: bool, **options: Any) -> Any:
+    """The language model of transformers (the multimodal one, if it has no class of its own) and its loading info."""
+    from transformers import AutoConfig
     from transformers.models.auto import modeling_auto as auto
 
     own, multimodal = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
     inside = model_type in multimodal and model_type not in own
-    return auto.AutoModelForMultimodalLM if inside else auto.AutoModelForCausalLM
+    cls: Any = auto.AutoModelForMultimodalLM if inside else auto.AutoModelForCausalLM
+    if compact:  # the index lists the embedding, too
+        trust = {name: options[name] for name in ("trust_remote_code", "local_files_only")}
+        options["config"] = AutoConfig.from_pretrained(path, **trust)
+        options["config"].transformers_weights = COMPACT_WEIGHTS
+    model, loading = cls.from_pretrained(path, use_safetensors=True, output_loading_info=True, **options)
+    if compact:
+        del model.config.transformers_weights
+    return model, loading
 
 
 def _repository_attention(*configs: Any) -> Iterator[str]:

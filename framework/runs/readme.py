@@ -45,7 +45,7 @@ def readme(name: str, recipe: Recipe, cells: int, prompts: int) -> str:
         for file, description in _FILES.items()
     ]
     settings = [[f"`{q.name}`", q.meaning] for q in QUANTITIES if q.setting]
-    results = [[_columns(q.name, q.estimate), q.meaning] for q in QUANTITIES if not q.setting]
+    results = [[f"`{q.name}`" + ", `…_low`, `…_high`" * q.estimate, q.meaning] for q in QUANTITIES if not q.setting]
     results += [[f"`{entry.name}`", entry.summary] for entry in plugins.entries("columns").values()]
     parts = [
         f"# {name}",
@@ -66,10 +66,6 @@ def readme(name: str, recipe: Recipe, cells: int, prompts: int) -> str:
         _table("key", ([f"`{key}`", description] for key, description in RESPONSE_KEYS.items())),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _columns(name: str, estimate: bool) -> str:
-    return f"`{name}`, `…_low`, `…_high`" if estimate else f"`{name}`"
 
 
 def _table(header: str, rows: Iterable[list[str]]) -> str:

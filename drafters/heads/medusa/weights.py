@@ -182,15 +182,8 @@ def read_heads(checkpoint: Checkpoint, target: Any, heads: int | None = None) ->
 
     bias = checkpoint.config.get("medusa_fc_bias") is True or any(match[3] == "bias" for match in blocks)
     with torch.device("meta"):  # no initialisation: the values are replaced below
-        module = MedusaHeads(
-            hidden_size,
-            used,
-            layers,
-            lm_head=lm_head if rows is None else None,
-            vocab_size=rows,
-            bias=bias,
-            one_projection=shared,
-        )
+        options: dict[str, Any] = {"lm_head": lm_head if rows is None else None, "vocab_size": rows}
+        module = MedusaHeads(hidden_size, used, layers, bias=bias, one_projection=shared, **options)
     module = module.to(target.dtype).to_empty(device=target.device)
     repeated = [f"{i}.{layers}.weight" for i in range(1, used)] if shared else []
     try:

@@ -187,11 +187,8 @@ def _trained(options: TrainOptions, recipe: Any, steps: StepOptions | None, ques
     """The trainer, after it has written its result and the model card."""
     from crossdraft.framework.models.load import load_model
 
-    from . import text_files
-    from . import texts as t
     from .card import measure, write_card
     from .trainer import Trainer
-    from .writer import Writer
 
     consent = options.target in options.trust_remote_code
     target = load_model(options.target, dtype=options.dtype, device=options.device, trust_remote_code=consent)
@@ -202,36 +199,7 @@ def _trained(options: TrainOptions, recipe: Any, steps: StepOptions | None, ques
         trainer: Any = Searcher(target, recipe, options.out)
     else:
         trainer = Trainer(target, recipe, options.out, precision=steps.precision, cache_gib=steps.cache_gib)
-    finished = []
-    for file in options.texts:
-        finished += text_files.read_finished(
-            file, target, options.max_prompt, options.max_response, options.texts_limit
-        )
-    written = []
-    if options.tokens:
-        writer = Writer(
-            target,
-            batch_size=options.write_batch,
-            max_prompt=options.max_prompt,
-            max_response=options.max_response,
-            seed=recipe.seed,
-        )
-        written = t.write(
-            options.out / "texts.jsonl",
-            writer,
-            tokens=options.tokens,
-            questions=questions,
-            invented=options.invented if questions else 1.0,
-            temperatures=options.temperatures,
-        )
-    if len(written or finished) < 2:
-        raise UsageError(
-            f"{len(written or finished)} texts are too few: at least one for training and one held out are required; "
-            "increase --tokens or add --texts"
-        )
-    # Held-out texts are the target's own, as in decoding.
-    train, held_out = t.split(written or finished, options.held_out)
-    train += finished if written else []
+    train, held_out = _texts(options, target, recipe.seed, questions)
     trainer.run(train, held_out)
     trainer.export(held_out)
     measured = None
@@ -258,3 +226,41 @@ def _trained(options: TrainOptions, recipe: Any, steps: StepOptions | None, ques
         argv=sys.argv[1:],
     )
     return trainer
+
+
+def _texts(options: TrainOptions, target: Any, seed: int, questions: list[str]) -> tuple[list[Any], list[Any]]:
+    """The texts to train on, from files and written by the target, and those held out."""
+    from . import text_files
+    from . import texts as t
+    from .writer import Writer
+
+    finished = []
+    for file in options.texts:
+        finished += text_files.read_finished(
+            file, target, options.max_prompt, options.max_response, options.texts_limit
+        )
+    written = []
+    if options.tokens:
+        writer = Writer(
+            target,
+            batch_size=options.write_batch,
+            max_prompt=options.max_prompt,
+            max_response=options.max_response,
+            seed=seed,
+        )
+        written = t.write(
+            options.out / "texts.jsonl",
+            writer,
+            tokens=options.tokens,
+            questions=questions,
+            invented=options.invented if questions else 1.0,
+            temperatures=options.temperatures,
+        )
+    if len(written or finished) < 2:
+        raise UsageError(
+            f"{len(written or finished)} texts are too few: at least one for training and one held out are required; "
+            "increase --tokens or add --texts"
+        )
+    # Held-out texts are the target's own, as in decoding.
+    train, held_out = t.split(written or finished, options.held_out)
+    return train + (finished if written else []), held_out

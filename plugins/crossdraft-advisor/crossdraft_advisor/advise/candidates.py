@@ -339,48 +339,58 @@ def of_run(
         )
     candidates = []
     for cells in pairs.values():
-        result = max(cells, key=lambda cell: len(cell.records))
-        config = result.config
-        acceptance = acceptance_of(result, name)
-        if machine is None:
-            target, drafter = curves_of(result, curves)
-        else:
-            target, by_name = machine
-            drafter = by_name(acceptance.model) if result.metrics and result.metrics.drafter_passes > 0 else None
-        steps = [(c, s) for c in cells if (s := statistics(c, None if machine else drafter)) is not None]
-        group = group_title(config, configs, but="batch_size")
-        speeds = [*plain_speeds.get(group, []), *(_speed(c, s, name) for c, s in steps)]
-        if machine is not None or len(speeds) == len(steps):
-            speeds = []
-        if target is None and not speeds:
-            notes.append(
-                f"{name}: {config.target} has no cost curve for the device and threads of the run, nor speeds of plain "
-                f"decoding; on that device, run crossdraft cost --target {config.target}"
-            )
-            continue
-        disturbed = [c.config.batch_size for c in cells if machine is None and c.metrics and c.metrics.withheld]
-        if disturbed:
-            notes.append(
-                f"{name}: {config.drafter.title} × {config.verifier.title}: the run withholds its speed-up at B = "
-                f"{', '.join(map(str, sorted(disturbed)))}, so no interval is known; measure it on a quiet machine"
-            )
-        options = {key: value for key, value in config.drafter.config.items() if key not in ("gamma", "model")}
-        shape = ", ".join(f"{key} {value}" for key, value in options.items())  # of trees or several sequences
-        candidates.append(
-            Candidate(
-                acceptance,
-                target,
-                drafter,
-                {c.config.batch_size: _without_times(s, machine) for c, s in steps},
-                plain.get(group, {}),
-                group,
-                config.drafter.name + (f" ({shape})" if shape and not acceptance.chain else ""),
-                {} if machine else {c.config.batch_size: c.metrics for c in cells if c.metrics and c.metrics.speed_up},
-                speeds=tuple(speeds),
-                disturbed=bool(disturbed),
-            )
-        )
+        group = group_title(cells[0].config, configs, but="batch_size")
+        measured = plain.get(group, {}), plain_speeds.get(group, [])
+        candidate, notes_of = _of_cells(cells, name, curves, machine, group, *measured)
+        candidates += [candidate] if candidate else []
+        notes += notes_of
     return candidates, list(dict.fromkeys(notes))
+
+
+def _of_cells(
+    cells: Sequence[CellResult],
+    name: str,
+    curves: Sequence[CostCurve],
+    machine: Machine | None,
+    group: str,
+    plain: Mapping[int, CellStatistics],
+    plain_speeds: Sequence[SpeedPoint],
+) -> tuple[Candidate | None, list[str]]:
+    """The candidate of the cells of a pair, which differ in batch size; None if the cost of its steps is unknown."""
+    result = max(cells, key=lambda cell: len(cell.records))
+    config, acceptance = result.config, acceptance_of(result, name)
+    if machine is None:
+        target, drafter = curves_of(result, curves)
+    else:
+        target, by_name = machine
+        drafter = by_name(acceptance.model) if result.metrics and result.metrics.drafter_passes > 0 else None
+    steps = [(c, s) for c in cells if (s := statistics(c, None if machine else drafter)) is not None]
+    speeds = [*plain_speeds, *(_speed(c, s, name) for c, s in steps)] if machine is None and plain_speeds else []
+    if target is None and not speeds:
+        return None, [
+            f"{name}: {config.target} has no cost curve for the device and threads of the run, nor speeds of plain "
+            f"decoding; on that device, run crossdraft cost --target {config.target}"
+        ]
+    disturbed = [c.config.batch_size for c in cells if machine is None and c.metrics and c.metrics.withheld]
+    notes = [
+        f"{name}: {config.drafter.title} × {config.verifier.title}: the run withholds its speed-up at B = "
+        f"{', '.join(map(str, sorted(disturbed)))}, so no interval is known; measure it on a quiet machine"
+    ]
+    options = {key: value for key, value in config.drafter.config.items() if key not in ("gamma", "model")}
+    shape = ", ".join(f"{key} {value}" for key, value in options.items())  # of trees or several sequences
+    candidate = Candidate(
+        acceptance,
+        target,
+        drafter,
+        {c.config.batch_size: _without_times(s, machine) for c, s in steps},
+        plain,
+        group,
+        config.drafter.name + (f" ({shape})" if shape and not acceptance.chain else ""),
+        {} if machine else {c.config.batch_size: c.metrics for c in cells if c.metrics and c.metrics.speed_up},
+        speeds=tuple(speeds),
+        disturbed=bool(disturbed),
+    )
+    return candidate, notes if disturbed else []
 
 
 def _speed(result: CellResult, cell: CellStatistics, name: str) -> SpeedPoint:

@@ -156,11 +156,28 @@ _PRICED = ("vllm", "sglang", "llama.cpp", "tensorrt-llm")
 
 def _groups(args: Advise, remarks: Remarks) -> dict[str, list[Candidate]]:
     """The candidates, grouped by target and sampling parameters."""
-    from crossdraft.framework.cost.curve import stored_curves
-    from crossdraft.framework.cost.load_run import read_run
+    runs, texts = _kinds(args)
+    candidates = _candidates(args, runs, texts, remarks)
+    remarks.of_costs(candidates)
+    if args.overlap:
+        remarks.assume(
+            "drafting and verification overlap: a step takes at least as long as the longer of the two; after a "
+            "rejection the draft has to be repeated"
+        )
+        candidates = [replace(candidate, overlap=True) for candidate in candidates]
+    groups: dict[str, list[Candidate]] = {}
+    for candidate in candidates:
+        if args.temperature is None or candidate.acceptance.temperature == args.temperature:
+            groups.setdefault(candidate.group, []).append(candidate)
+    if not groups:
+        place = "" if args.temperature is None else f" at temperature {args.temperature:g}"
+        reason = "; ".join(remarks.warnings) or f"the sources have no drafter{place}"
+        raise UsageError(f"no candidates: {reason}")
+    return groups
 
-    from ..advise.candidates import imported, of_run, pair_of
 
+def _kinds(args: Advise) -> tuple[list[str], list[CounterSource]]:
+    """The sources that are finished runs, and the others. Raises UsageError if options do not fit them."""
     sources = [CounterSource.parse(text, "SOURCE") for text in args.sources]
     kinds = {
         item.source: "url" if item.source.startswith(("http://", "https://")) else kind_of(item.source)
@@ -177,6 +194,16 @@ def _groups(args: Advise, remarks: Remarks) -> dict[str, list[Candidate]]:
         )
     if runs and not texts and (args.drafter or args.verifier or args.gamma):
         raise UsageError("--drafter, --verifier and --gamma are for an engine's numbers; a finished run has its own")
+    return runs, texts
+
+
+def _candidates(args: Advise, runs: Sequence[str], texts: Sequence[CounterSource], remarks: Remarks) -> list[Candidate]:
+    """The candidates of finished runs and of other sources."""
+    from crossdraft.framework.cost.curve import stored_curves
+    from crossdraft.framework.cost.load_run import read_run
+
+    from ..advise.candidates import imported, of_run, pair_of
+
     costs = args.costs(remarks)
     candidates: list[Candidate] = []
     finished = [read_run(Path(run)) for run in runs]
@@ -211,24 +238,12 @@ def _groups(args: Advise, remarks: Remarks) -> dict[str, list[Candidate]]:
         # the names of vLLM's formats begin with that of the engine, as do those of other engines
         engine = next((name for name in _PRICED if acceptance.format.startswith(name)), args.export)
         candidates += imported([acceptance], costs.target, curve, context, measured, engine)
-    remarks.of_costs(candidates)
-    if args.overlap:
-        remarks.assume(
-            "drafting and verification overlap: a step takes at least as long as the longer of the two; after a "
-            "rejection the draft has to be repeated"
+    if speeds and not candidates:
+        raise UsageError(
+            "no candidates: the sources have speeds of plain decoding only; give one with drafts of the same server"
+            ", too"
         )
-        candidates = [replace(candidate, overlap=True) for candidate in candidates]
-    groups: dict[str, list[Candidate]] = {}
-    for candidate in candidates:
-        if args.temperature is None or candidate.acceptance.temperature == args.temperature:
-            groups.setdefault(candidate.group, []).append(candidate)
-    if not groups:
-        place = "" if args.temperature is None else f" at temperature {args.temperature:g}"
-        reason = "; ".join(remarks.warnings) or f"the sources have no drafter{place}"
-        if speeds and not acceptances:
-            reason = "the sources have speeds of plain decoding only; give one with drafts of the same server, too"
-        raise UsageError(f"no candidates: {reason}")
-    return groups
+    return candidates
 
 
 def _read_source(args: Advise, source: CounterSource, remarks: Remarks) -> tuple[list[Acceptance], list[SpeedPoint]]:

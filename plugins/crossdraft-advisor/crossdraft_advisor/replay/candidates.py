@@ -12,6 +12,7 @@ import numpy as np
 
 from crossdraft import Sampling, UsageError
 from crossdraft.framework.api.build import Configured, configured
+from crossdraft.framework.contracts.drafter import DraftTraits
 from crossdraft.framework.contracts.options import permits
 from crossdraft.framework.recipe.recipe import Strategy
 from crossdraft.framework.runs.labels import counted
@@ -106,9 +107,8 @@ def candidates_of(
         params = sampling or Sampling()
         rules = verifiers_for(title, (cls, config), verifiers, ks or (getattr(config, "K", 1),), params)
         depth, explicit = cls.traits(config, params).depth, config.model_dump(exclude_unset=True)
-        if not (
-            lengths := tuple(gamma for gamma in lengths if gamma <= depth and permits(cls.Config, explicit, gamma))
-        ):
+        lengths = tuple(gamma for gamma in lengths if gamma <= depth and permits(cls.Config, explicit, gamma))
+        if not lengths:
             raise UsageError(f"drafter '{title}' drafts at most {counted(depth, 'token')}; reduce --gamma")
         drafter: Configured = (cls, config)
         drawn: Stream | None = None
@@ -130,64 +130,66 @@ def candidates_of(
             index = shared.add(ScoringRequest(drafter, max(lengths), sequences if sequences > 1 else 0, tops))
             scores_of = partial(shared.scores, index)
             drawn = shared.samples(index)
-        build = partial(Candidate, drafter=drafter, verifiers=rules)
-        for policy in parsed:
-            name = title if policy.name == "static" else f"{title}, {policy.title}"
-            if policy.name in ("confidence", "heuristic"):
-                _check_policy(policy, title, drafter, params, free, rules)
-            if policy.name == "static":
-                traits, own = cls.traits(config, params), getattr(config, "policy", None)
-                is_random = traits.is_chain and not traits.replayable and getattr(own, "name", "") != "static"
-                random = drawn if is_random else None  # else the length does not depend on the drawn tokens
-                drafted = None if random is None else lambda texts, random=random: (t.lengths for t in random(texts))
-                candidates[name] = build(name, gammas=lengths, scores=scores_of(), lengths=drafted)
-            else:
-                longest = partial(build, name, gammas=(max(lengths),))
-                point_mass = cls.traits(config, params).point_mass
-                candidates[name] = _with_policy(policy, longest, scores_of(), drawn, max(lengths), point_mass)
+        scores = _Scores(title, drafter, rules, lengths, params, free, scores_of, drawn)
+        candidates |= {candidate.title: candidate for candidate in map(scores.candidate, parsed)}
     return list(candidates.values())
 
 
-def _with_policy(
-    policy: Policy, build: Callable[..., Candidate], scored: Stream, drawn: Stream | None, gamma: int, point_mass: bool
-) -> Candidate:
-    """The candidate with a length policy, at the greatest draft length only."""
-    start = min(int(policy.number), gamma)
-    if policy.name == "oracle":
-        return build(scores=scored, steps=oracle)
-    if policy.name == "heuristic":
-        return build(scores=scored, steps=lambda scores, gammas: heuristic(scores, gammas[0], start))
+@dataclass(frozen=True)
+class _Scores:
+    """A drafter with its scores, before a length policy."""
 
-    def lengths(draft: DraftScores) -> np.ndarray:
-        assert draft.log_top is not None
-        return np.minimum(draft.lengths, confident(draft.log_top if point_mass else draft.log_q, policy.number))
+    title: str
+    drafter: Configured
+    verifiers: dict[str, tuple[int, ...]]
+    gammas: tuple[int, ...]
+    sampling: Sampling
+    free: bool  # see `is_model_free`
+    scores: Callable[[], Stream]
+    drawn: Stream | None  # the scores along drawn drafts, if a model is run
 
-    def cut(texts: Iterable[Response]) -> Iterator[DraftScores]:
-        return (replace(draft, lengths=lengths(draft)) for draft in scored(texts))
+    def candidate(self, policy: Policy) -> Candidate:
+        """The candidate with a length policy; if it is not static, at the greatest draft length only."""
+        cls, config = self.drafter
+        traits, drawn = cls.traits(config, self.sampling), self.drawn
+        own = getattr(getattr(config, "policy", None), "name", "")
+        build = partial(Candidate, drafter=self.drafter, verifiers=self.verifiers)
+        if policy.name == "static":
+            lengths = None
+            if drawn is not None and traits.is_chain and not traits.replayable and own != "static":
+                lengths = lambda texts: (draft.lengths for draft in drawn(texts))  # noqa: E731
+            return build(self.title, gammas=self.gammas, scores=self.scores(), lengths=lengths)
+        gamma = max(self.gammas)
+        build = partial(build, f"{self.title}, {policy.title}", gammas=(gamma,))
+        if policy.name == "oracle":
+            return build(scores=self.scores(), steps=oracle)
+        self._check(policy, own, traits)
+        if policy.name == "heuristic":
+            start = min(int(policy.number), gamma)
+            return build(scores=self.scores(), steps=lambda scores, gammas: heuristic(scores, gammas[0], start))
 
-    def free(texts: Iterable[Response]) -> Iterator[Any]:
-        assert drawn is not None
-        return map(lengths, drawn(texts))
+        def confident_lengths(draft: DraftScores) -> np.ndarray:
+            assert draft.log_top is not None
+            return np.minimum(
+                draft.lengths, confident(draft.log_top if traits.point_mass else draft.log_q, policy.number)
+            )
 
-    return build(scores=cut, lengths=free)
+        def cut(texts: Iterable[Response]) -> Iterator[DraftScores]:
+            return (replace(draft, lengths=confident_lengths(draft)) for draft in scored(texts))
 
+        def free(texts: Iterable[Response]) -> Iterator[Any]:
+            assert drawn is not None
+            return map(confident_lengths, drawn(texts))
 
-def _check_policy(
-    policy: Policy, title: str, drafter: Configured, sampling: Sampling, free: bool, rules: dict[str, tuple[int, ...]]
-) -> None:
-    """Raise UsageError for a policy that does not apply to the drafter."""
-    cls, config = drafter
-    own = getattr(getattr(config, "policy", None), "name", "static")
-    if own != "static":
-        raise UsageError(
-            f"--policy {policy.name}: drafter '{title}' has its own length policy {own}; remove one of them"
-        )
-    if any(k > 1 for ks in rules.values() for k in ks):
-        raise UsageError(
-            f"--policy {policy.name}: drafter '{title}' drafts several sequences of equal length; remove the policy"
-        )
-    heads = bool(cls.traits(config, sampling).hidden_layers)
-    if policy.name == "confidence" and (free or (heads and cls.traits(config, sampling).point_mass)):
-        raise UsageError(
-            f"--policy confidence: drafter '{title}' has no token probabilities in a replay; remove the policy"
-        )
+        scored = self.scores()
+        return build(scores=cut, lengths=free)
+
+    def _check(self, policy: Policy, own: str, traits: DraftTraits) -> None:
+        """Raise UsageError for a policy that does not apply; ``own``: that of the drafter's options."""
+        drafter = f"--policy {policy.name}: drafter '{self.title}'"
+        if own not in ("", "static"):
+            raise UsageError(f"{drafter} has its own length policy {own}; remove one of them")
+        if any(k > 1 for ks in self.verifiers.values() for k in ks):
+            raise UsageError(f"{drafter} drafts several sequences of equal length; remove the policy")
+        if policy.name == "confidence" and (self.free or (traits.hidden_layers and traits.point_mass)):
+            raise UsageError(f"{drafter} has no token probabilities in a replay; remove the policy")

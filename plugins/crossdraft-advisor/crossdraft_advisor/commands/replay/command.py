@@ -188,17 +188,9 @@ def _replay(
     ks = _numbers("--k", args.k, MOST_SEQUENCES) if args.k else ()
     sampling = args.known_sampling
     consent = args.trusted(args.target, args.drafter)
-    reader = Reader(
-        target=target,
-        sampling=sampling,
-        processed=args.logprobs == "processed",
-        trust_remote_code=target in consent,
-        prompt_tokens=args.prompt_tokens,
-        tokens=args.tokens,
-        split=args.split,
-        column=args.column,
-        limit=args.limit,
-    )
+    options = {name: getattr(args, name) for name in ("prompt_tokens", "tokens", "split", "column", "limit")}
+    raw = {"processed": args.logprobs == "processed", "trust_remote_code": target in consent}
+    reader = Reader(target=target, sampling=sampling, **raw, **options)
     responses, sampling = reader.sampled(sources, sampling)
     definition = DEFINITIONS.get(engine)
     if definition is not None and args.policy != ("static",):
@@ -216,16 +208,15 @@ def _replay(
         trust_remote_code=consent,
         drafter_options=definition.drafter_options if definition is not None else {},
     )
-    replayed_ks = {k for candidate in candidates for ks_of in candidate.verifiers.values() for k in ks_of}
-    if max(ks, default=1) > 1 == max(replayed_ks, default=1):
+    multiple = [item.title for item in candidates if any(max(numbers) > 1 for numbers in item.verifiers.values())]
+    if max(ks, default=1) > 1 and not multiple:
         raise UsageError(
             f"--k {args.k}: no drafter drafts several sequences; remove it, or add one such as draft-model-iid"
         )
-    for candidate in candidates:
-        if definition is not None and any(k > 1 for ks in candidate.verifiers.values() for k in ks):
-            raise UsageError(
-                f"--as {engine}: drafter '{candidate.title}' drafts several sequences, and engines count one; use --k 1"
-            )
+    if definition is not None and multiple:
+        raise UsageError(
+            f"--as {engine}: drafter '{multiple[0]}' drafts several sequences, and engines count one; use --k 1"
+        )
     segments = Segments.parse(args.segment, reader.tokenizer("--segment")).of if args.segment else None
 
     def noted() -> Iterator[Response]:

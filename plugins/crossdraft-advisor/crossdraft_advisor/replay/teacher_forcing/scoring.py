@@ -169,68 +169,68 @@ def trace_drafters(
     target, b, device = context.target, context.batch_size, context.device
     assert len(texts) <= b
     longest = max((len(text.tokens) for text in texts), default=0)
-    depth = max(traced.depth for traced in drafters)
+    pad = [0] * (longest + max(traced.depth for traced in drafters))
     seqs = Sequences(
         history=[[] for _ in range(b)],
         tokens=torch.zeros(b, context.max_length, dtype=torch.long, device=device),
         limit=[0] * b,
         stream=[*(streams or range(len(texts))), *[0] * (b - len(texts))],
     )
-    padded = [[*text.tokens, *[0] * (longest + depth - len(text.tokens))] for text in texts]
-    x = on_device(padded + [[0] * (longest + depth)] * (b - len(texts)), device)
+    padded = [[*text.tokens, *pad[len(text.tokens) :]] for text in texts]
+    x = on_device(padded + [pad] * (b - len(texts)), device)
     traits = [traced.drafter.traits(traced.drafter.config, context.sampling) for traced in drafters]
     layers = tuple(dict.fromkeys(layer for each in traits for layer in each.hidden_layers))
     tracers = [_Tracer(*pair, context, x, longest, rng, layers) for pair in zip(drafters, traits, strict=True)]
     if target is not None:
         target.hidden_layers = layers
-    zeros = torch.zeros(b, dtype=torch.long, device=device)
     log_p = torch.zeros(longest, b, dtype=torch.float64, device=device)
     no_scores = DenseScores(torch.zeros(b, 1, 0, device=device), torch.zeros(b, 1, 0, device=device))
+
+    def free(row: int, reason: str | None = None) -> None:
+        seqs.history[row], seqs.limit[row] = [], 0
+        if target is not None:
+            target.free(row)
+        for tracer in tracers:
+            tracer.drafter.free(row, reason)
+
     try:
-        for row, text in enumerate(texts):
-            if len(text.tokens):
-                hidden = None if target is None else target.start(row, list(text.prompt))
-                seqs.append(row, list(text.prompt))
-                for tracer in tracers:
-                    tracer.drafter.start(row, list(text.prompt), tracer.own(hidden))
+        for row, prompt in ((row, list(text.prompt)) for row, text in enumerate(texts) if len(text.tokens)):
+            hidden = None if target is None else target.start(row, prompt)
+            seqs.append(row, prompt)
+            for tracer in tracers:
+                tracer.drafter.start(row, list(prompt), tracer.own(hidden))
         for t in range(longest):
             drafts = [tracer.propose(t, seqs, texts) for tracer in tracers]
-            scores = no_scores
+            scores = no_scores if target is None else _next_scores(target, context.sampling, seqs)
             if target is not None:
-                root = on_device([[history[-1] if history else 0] for history in seqs.history], device)
-                logits, hidden = target.forward(root)
-                p, _ = context.sampling.checked_probs(logits)
-                log_p[t] = p[:, 0].gather(1, x[:, t : t + 1])[:, 0].double().log()
-                target.commit([int(bool(history)) for history in seqs.history])
-                scores = DenseScores(p, logits, hidden)
+                log_p[t] = scores.p[:, 0].gather(1, x[:, t : t + 1])[:, 0].double().log()
             for row, text in enumerate(texts):
                 if t < len(text.tokens):
                     seqs.append(row, [int(text.tokens[t])])
-            verdict = Verdict(zeros, x[:, t])
             for tracer, draft in zip(tracers, drafts, strict=True):
                 own = replace(scores, hidden=tracer.own(scores.hidden))
-                tracer.drafter.observe(seqs, draft.trimmed(0), verdict, [0] * b, own)
+                tracer.drafter.observe(
+                    seqs, draft.trimmed(0), Verdict(torch.zeros_like(x[:, t]), x[:, t]), [0] * b, own
+                )
             for row, text in enumerate(texts):
                 if t == len(text.tokens) - 1:
-                    _free(seqs, row)
-                    if target is not None:
-                        target.free(row)
-                    for tracer in tracers:
-                        tracer.drafter.free(row, "length")
+                    free(row, "length")
     finally:  # free the slots after an error
         left = [row for row, history in enumerate(seqs.history) if history]
-        for row in left:
-            _free(seqs, row)
         if left and target is not None:
             target.commit([0] * b)
-            for row in left:
-                target.free(row)
         for row in left:
-            for tracer in tracers:
-                tracer.drafter.free(row)
-    return [
-        tracer.buffers.traces(texts, log_p, tracer.drafter.name, context.sampling.temperature) for tracer in tracers
-    ]
+            free(row)
+    return [tracer.buffers.traces(texts, log_p, tracer.drafter.name, context.sampling) for tracer in tracers]
+
+
+def _next_scores(target: LM, sampling: Sampling, seqs: Sequences) -> DenseScores:
+    """Scores of the target at the last token of each row, which it commits."""
+    last = on_device([[history[-1] if history else 0] for history in seqs.history], seqs.device)
+    logits, hidden = target.forward(last)
+    p, _ = sampling.checked_probs(logits)
+    target.commit([int(bool(history)) for history in seqs.history])
+    return DenseScores(p, logits, hidden)
 
 
 class _Tracer:
@@ -291,10 +291,6 @@ def max_draft_len(depth: int, length: int, context_length: int | None) -> int:
     return depth if context_length is None else max(0, min(depth, context_length - length - 1))
 
 
-def _free(seqs: Sequences, row: int) -> None:
-    seqs.history[row], seqs.limit[row] = [], 0
-
-
 class _TraceBuffers:
     """Results of all steps, kept on the device until the end to avoid host synchronisation."""
 
@@ -333,7 +329,7 @@ class _TraceBuffers:
         self._log_q[t, :, :n] = torch.where(valid & same, q.double().log(), -math.inf)
 
     def traces(
-        self, texts: Sequence[Response], target_log_p: Tensor, name: str, temperature: float
+        self, texts: Sequence[Response], target_log_p: Tensor, name: str, sampling: Sampling
     ) -> list[DraftScores]:
         log_top = None if self._log_top is None else self._log_top.cpu().numpy()
         log_q, log_p = self._log_q.cpu().numpy(), target_log_p.cpu().numpy()
@@ -351,10 +347,10 @@ class _TraceBuffers:
                 )
             if self._follow and not follows_text[:n, row].all():
                 raise not_replayable(name, "its tokens differ from the draws of its random source")
-            if temperature and np.isnan(log_p[:n, row]).any():
+            if sampling.temperature and np.isnan(log_p[:n, row]).any():
                 position = int(np.argmax(np.isnan(log_p[:n, row])))
                 raise NumericalError(f"the target produced NaN at token {position} of {text.place}; try dtype float32")
-            row_log_p = log_p[:n, row] if temperature else np.zeros(n)
+            row_log_p = log_p[:n, row] if sampling.temperature else np.zeros(n)
             row_log_q = mask_past_end(log_q[:n, row]) if self._follow else log_q[:n, row]
             result.append(
                 DraftScores(
