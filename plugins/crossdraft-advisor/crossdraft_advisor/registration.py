@@ -1,5 +1,6 @@
 """Names of crossdraft-advisor, registered through the hooks that third parties use."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from crossdraft import Register, hookimpl
@@ -73,17 +74,19 @@ conversations | Conversations | conversations of data sets: ShareGPT, LMSYS-Chat
 """
 
 
-def _hook(prefix: str, table: str) -> Any:
-    """A hook that registers the names of a table, each with its class behind ``prefix`` and its summary."""
+def _hook(prefix: str, *tables: str, headings: Iterable[str] = ("",)) -> Any:
+    """A hook that registers the names of tables, each with its class behind ``prefix``, its summary and a heading."""
 
     def register_all(register: Register) -> None:
-        for line in table.strip().splitlines():
-            name, reference, summary = line.split(" | ")
-            register(name, prefix + reference, summary=summary)
+        for table, heading in zip(tables, headings, strict=True):
+            for line in table.strip().splitlines():
+                name, reference, summary = line.split(" | ")
+                register(name, prefix + reference, summary, heading)
 
     return hookimpl(register_all)
 
 
+crossdraft_register_commands = _hook(f"{_PACKAGE}.commands.", *_COMMANDS.values(), headings=_COMMANDS)
 crossdraft_register_engines = _hook(_ENGINES, _SETTINGS)
 crossdraft_register_acceptance_formats = _hook(_ENGINES, _FORMATS)
 crossdraft_register_response_formats = _hook(f"{_PACKAGE}.replay.response_formats:", _RESPONSES)
@@ -110,11 +113,3 @@ def crossdraft_summary_written(summary: Any) -> None:
 
         for name, table in cost_tables(summary.results).items():
             RunDirectory(summary.directory).write_text(name, table)
-
-
-@hookimpl
-def crossdraft_register_commands(register: Register) -> None:
-    for heading, table in _COMMANDS.items():
-        for line in table.strip().splitlines():
-            name, reference, summary = line.split(" | ")
-            register(name, f"{_PACKAGE}.commands.{reference}", summary, heading)
