@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -375,8 +376,11 @@ def _prompt(context: ParseContext, request: ChatRequest, row: Mapping[str, Any],
         (prompt,) = prompt
     with _placed(place):
         if request.messages is not None:
-            tokenizer = context.tokenizer(place).tokenizer
-            return encode_messages(tokenizer, request.messages, tools=request.tools, options=request.options)
+            encoded = partial(encode_messages, context.tokenizer(place).tokenizer, request.messages)
+            tokens = encoded(tools=request.tools, options=request.options)
+            if request.tools and tokens == encoded(options=request.options):
+                context.assumed["with tools that the target's chat template does not write into the prompt"] += 1
+            return tokens
         if isinstance(prompt, str):
             return encode_text(context.tokenizer(place).tokenizer, prompt, special=True)
     if isinstance(prompt, list):

@@ -181,6 +181,8 @@ def test_prompt_has_tools_and_variables_of_the_request(tmp_path: Path) -> None:
     assert tokenizer.decode(one.prompt) == (
         f"1no<user>a?</s>\n<assistant><think>\nSo 3.\n</think>\n\n{CALLED}</s>\n<tool>3</s>\n<assistant>"
     )
+    words = "tools that the target's chat template does not write"
+    assert [words in str(read(tmp_path, template, row)[2].assumed) for template in (TOOLS, QWEN)] == [False, True]
 
 
 @pytest.mark.parametrize("reason", [*FINISH_REASONS, "STOP", "maybe", {"type": "length"}, {"type": "stop"}], ids=str)
