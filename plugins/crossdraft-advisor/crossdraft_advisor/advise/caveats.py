@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from crossdraft.framework.cost.curve import CostCurve
 from crossdraft.framework.runs.records import CellResult
+from crossdraft.framework.util.estimate import estimate_text
 
 from ..engines.acceptance import EACH_LENGTH, WINDOWS, Acceptance
 from ..engines.engine import Engine, Settings
@@ -82,6 +83,8 @@ class Remarks:
             f"passes of {target.shape.name} by the roofline of {device}, {100 * memory:.0f} % of its bandwidth and "
             f"{100 * compute:.0f} % of its FLOP rate; engines are less efficient beyond B = 8 (docs/cost.md)",
         )
+        if target.caveat:
+            self.assume(target.caveat)
         if target.shape.experts:
             self.assume(
                 f"the router of {target.shape.name} spreads tokens evenly over its {target.shape.experts} experts"
@@ -117,15 +120,16 @@ class Remarks:
         if responses and all(response.get("finish_reason") == "length" for response in responses):
             self.warn(f"{name}: all responses are truncated; acceptance may differ with a greater max_new_tokens")
 
-    def of_steps(self, steps: Sequence[Step]) -> None:
-        """Add remarks on the best pairs and the runners-up."""
+    def of_steps(self, steps: Sequence[Step], candidates: Sequence[Candidate]) -> None:
+        """Add remarks on the best pairs and the runners-up of ``candidates``."""
         for step in steps:
             for choice in (step.best, step.runner_up):
                 if choice is not None:
                     self._of_acceptance(choice.candidate.acceptance.cut(choice.gamma))
             best = step.best
             acceptance = best.candidate.acceptance
-            if step.draft and not acceptance.refusal and best.gamma == acceptance.gamma:
+            longest = max(c.acceptance.gamma for c in candidates if c.pair == best.candidate.pair)
+            if step.draft and not acceptance.refusal and best.gamma == longest:
                 pair = " × ".join(filter(None, (acceptance.drafter, acceptance.verifier))) or "drafts"
                 self.warn(f"{pair}: drafts of more than {best.gamma} tokens were not measured and may be faster")
             curve = best.candidate.target
@@ -135,9 +139,11 @@ class Remarks:
     def _of_acceptance(self, acceptance: Acceptance) -> None:
         pair = " × ".join(filter(None, (acceptance.drafter, acceptance.verifier)))
         of_pair = f" of {pair}" if pair else ""
+        measured = acceptance.longer or acceptance
         _add(
             self.measured if acceptance.longer is None else self.computed,
-            f"acceptance{of_pair} ({acceptance.source}): {acceptance.interval_assumes}",
+            f"acceptance{of_pair} ({acceptance.source}): {estimate_text(measured.block_efficiency())} tokens a step; "
+            f"{acceptance.interval_assumes}",
         )
         if acceptance.longer is not None:
             self.assume(
@@ -153,7 +159,6 @@ class Remarks:
                 self.assume(f"{acceptance.source}: {rest}")
             else:
                 self.warn(f"{acceptance.source}: {remark}")
-        measured = acceptance.longer or acceptance
         if not measured.every_step:
             _add(
                 self.first,

@@ -133,8 +133,8 @@ class Advise(CostOptions, TrustOptions, JsonOptions, Command):
             title: [decide(candidates, b, c) for c in self.context or [None] for b in sizes]
             for title, candidates in groups.items()
         }
-        for steps_of_group in steps.values():
-            remarks.of_steps(steps_of_group)
+        for title, candidates in groups.items():
+            remarks.of_steps(steps[title], candidates)
         settings, schedule = _settings(self, groups, sizes, remarks) if self.export else (None, None)
         Report(
             lambda: as_text(steps, remarks) if settings is None else settings.text,

@@ -110,6 +110,7 @@ class Shape:
             token uses, and layers that have them.
         caches, states: keys and values; elements of the recurrent states of a row.
         embedding: elements of tables in which a pass looks up rows.
+        stored: ``quant_method`` of the config, which does not change the shape; empty if it has none.
     """
 
     name: str
@@ -126,6 +127,7 @@ class Shape:
     moe_layers: int = 0
     states: float = 0
     embedding: float = 0
+    stored: str = ""
 
     @classmethod
     def from_config(cls, config: Any, name: str = "") -> Shape:
@@ -181,6 +183,7 @@ class Shape:
             moe_layers=len(moe_layers),
             states=states,
             embedding=sum(weight.numel() for weight in looked_up.values()),
+            stored=str((getattr(whole, "quantization_config", None) or {}).get("quant_method", "")),
             **parts,
         )
         if shape.active > shape.experts:
@@ -337,8 +340,16 @@ class Roofline:
         shares = f"{100 * memory:.0f} % of the bandwidth and {100 * compute:.0f} % of the FLOP rate"
         return (
             f"{self.shape.name} ({parameters}) on {self.devices} x {self.accelerator.name}, context {context}\n"
-            f"roofline at {shares} of: {self.accelerator.source}"
+            f"roofline at {shares} of: {self.accelerator.source}" + "\n" * bool(self.caveat) + self.caveat
         )
+
+    @property
+    def caveat(self) -> str:
+        """The bytes of a weight, if the config says that they are stored in another way; else empty."""
+        if not self.shape.stored or self.weight_bytes != _BFLOAT16:
+            return ""
+        name = self.shape.name
+        return f"weights of {name}, stored as {printable(self.shape.stored)}, count as 16 bits each; set --weight-bytes"
 
     def seconds(self, batch_size: float, width: float, context: float) -> float:
         """Seconds of a pass over ``width`` tokens in each of ``batch_size`` rows with ``context`` tokens each.

@@ -116,6 +116,14 @@ def test_published_sizes(kind: str, total: float, active: float, cache: int) -> 
     assert sum(c.layers * c.values for c in shape.caches) == cache
 
 
+def test_weights_that_are_stored_in_another_way_are_named() -> None:
+    config = {**SMALL, "model_type": "llama", "quantization_config": {"quant_method": "fp8"}}
+    shape = Shape.from_config(config, "small")
+    said = "weights of small, stored as fp8, count as 16 bits each; set --weight-bytes"
+    assert Roofline(shape, DEVICE).caveat == said and said in Roofline(shape, DEVICE).description(9)
+    assert not Roofline(shape, DEVICE, weight_bytes=1).caveat
+
+
 def test_narrow_embedding_is_projected(tiny_model: Any) -> None:
     model = tiny_model("opt", word_embed_proj_dim=16)
     assert Shape.from_config(model.config).parameters == multiplied(model)
