@@ -43,6 +43,10 @@ _PACKED = {
 TIMEOUT = 10.0  # time limit in seconds for a complete HTTP response
 
 
+class DraftLengthError(UsageError):
+    """A given draft length that contradicts the counts of a source; no record of it is damaged."""
+
+
 class _Lines:
     """Numbered lines, and those with a text."""
 
@@ -89,6 +93,8 @@ class Source:
         """Skip a record that raises UsageError; its message is kept."""
         try:
             yield
+        except DraftLengthError:
+            raise
         except UsageError as error:
             self.skipped.append(str(error))
 

@@ -22,7 +22,7 @@ from crossdraft.framework.runs.labels import counted
 
 from .acceptance import Acceptance
 from .counter_definitions import CounterDefinition
-from .engine_log import Source, read_source
+from .engine_log import DraftLengthError, Source, read_source
 
 #: Sources of other commands, and the command that reads them.
 _OTHERS = (
@@ -57,8 +57,8 @@ _OTHERS = (
     ),
     (
         re.compile(r"SpecDecoding|spec_decode|speculative|Decode batch|print_timing", re.IGNORECASE),
-        "it is of an engine, but has no counts of drafts that are known: if nothing was drafted, send requests, and "
-        "leave the statistics switched on (vLLM: without --disable-log-stats)",
+        "it is of an engine, but has no counts of drafts that are known: the server does not draft, had no requests, "
+        "or its statistics are switched off (vLLM: --disable-log-stats)",
     ),
 )
 
@@ -141,6 +141,7 @@ def acceptances_in(source: Source, earlier: Source | None = None, *, plain: bool
         if earlier is not None:
             raise UsageError(f"{source.name} has no acceptance in a known format of two scrapes of counters")
         reason = next((reason for mark, reason in _OTHERS if mark.search(source.text)), "")
+        reason = reason or "it has the speeds of a server that does not draft" * bool(source.timed)
         raise UsageError(
             f"{source.name} has no acceptance in a known format of a log, metrics or responses (see crossdraft list "
             f"acceptance_formats){reason and '; ' + reason}"
@@ -165,7 +166,7 @@ def _read(entry: str, source: Source, earlier: Source | None) -> list[Acceptance
         known: dict[str, Any] = {"format": f"{reader.name}: {reader.meaning()}"}
         if source.gamma not in (None, length) and not item.parts:
             if length is not None:
-                raise UsageError(
+                raise DraftLengthError(
                     f"{item.source} has drafts of {counted(length, 'token')}, not {source.gamma}; remove the given "
                     "draft length"
                 )

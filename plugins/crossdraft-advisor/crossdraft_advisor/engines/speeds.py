@@ -72,7 +72,7 @@ def _select(source: Source) -> tuple[list[SpeedPoint], list[str]]:
         skipped.update(item.flaw or PREFILL for item in same if item not in whole)
     if used:
         sizes = sorted({item.batch_size for item in used})
-        span = f"{sizes[0]:g}" if len(sizes) == 1 else f"{sizes[0]:g} to {sizes[-1]:g}"
+        span = " to ".join(dict.fromkeys(f"{round(size, 1):g}" for size in (sizes[0], sizes[-1])))
         plain = sum(not item.gamma for item in used)
         kind = "" if not plain else ", without drafts" if plain == len(used) else f", {plain} of them without drafts"
         speeds = counted(len(used), "measured speed")

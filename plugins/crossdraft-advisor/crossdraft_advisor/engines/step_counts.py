@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from crossdraft import MOST_LEVELS, UsageError
+from crossdraft import MOST_LEVELS
 from crossdraft.framework.runs.labels import counted
 
 from .acceptance import WINDOWS, Acceptance
 from .counter_definitions import PREFILL_TOKENS
-from .engine_log import Source
+from .engine_log import DraftLengthError, Source
 
 #: Keys of a response's statistics by engine and version (vLLM and AIPerf, TensorRT-LLM, SGLang): number of steps;
 #: numbers of steps that accepted 0, 1, .. tokens; accepted and drafted tokens; maximum draft length.
@@ -127,7 +127,7 @@ def _draft_length(group: list[StepCounts], gamma: int, source: Source, title: st
     """The maximum draft length, 0 if unknown, and remarks. Raises UsageError if that of ``source`` is not possible."""
     option, known = source.gamma or 0, gamma
     if option and gamma and option != gamma:
-        raise UsageError(
+        raise DraftLengthError(
             f"{title} has drafts of {counted(gamma, 'token')}, not {option}; remove the given draft length"
         )
     gamma = gamma or option
@@ -136,14 +136,14 @@ def _draft_length(group: list[StepCounts], gamma: int, source: Source, title: st
     drafted, steps = sum(item.drafted or 0.0 for item in group), sum(item.drafts or item.counted for item in group)
     mean = drafted / steps
     if option and mean > gamma * (1 + 1e-6):
-        raise UsageError(
+        raise DraftLengthError(
             f"{title} has {drafted:.0f} drafted tokens in {steps:.0f} steps, {mean:.2f} a step, so drafts have more "
             f"than {counted(gamma, 'token')}; give their actual length"
         )
     full = math.ceil(mean - 1e-9)
     if not known and all(_is_full(item, full) for item in group):
         if option and option != full and (len(group) > 1 or group[0].drafts is not None):
-            raise UsageError(
+            raise DraftLengthError(
                 f"{title} has {drafted:.0f} drafted tokens in {steps:.0f} steps, as drafts of "
                 f"{counted(full, 'token')} have, not of {option}; remove the given draft length"
             )

@@ -85,6 +85,8 @@ def test_seconds_of_sglang() -> None:
     assert (first.flaw, second.flaw, third.flaw) == ("", "prefill", "another batch size")
     (plain,) = timed(DECODE.format(0, 0, 4, 800, "", 200.0))
     assert (plain.gamma, plain.seconds_per_step) == (0, 0.02)
+    for numbers in ((4, 800, ACCEPT, "1,680.00"), ("1,004", 800, ACCEPT, 680.0)):  # 1 is not what they say
+        assert not timed(DECODE.format(0, 0, *numbers))
 
 
 def test_seconds_of_llama_cpp() -> None:
@@ -133,6 +135,8 @@ def test_table_by_hand() -> None:
     ):
         with pytest.raises(UsageError, match=f"t.csv:2: {message}"):
             acceptances_in(Source(f"{text.splitlines()[0]}\n{row}\n", "t.csv"))
+    with pytest.raises(UsageError, match=r"t\.csv:6: the batch size and gamma are those of line 3"):
+        acceptances_in(Source(f"{text}1,2,85,2.2\n", "t.csv"))
     with pytest.raises(UsageError, match="unknown column 'tpot'"):
         acceptances_in(Source("gamma,acceptance_length,tpot\n1,1.5,2\n", "t.csv"))
 

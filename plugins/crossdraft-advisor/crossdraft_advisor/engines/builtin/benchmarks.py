@@ -443,6 +443,10 @@ def _rows(source: Source) -> Sequence[tuple[int, dict[str, str]]]:
         raise source.error(first, f"unknown column {sorted(unknown)[0]!r}; the columns are {', '.join(_COLUMNS)}")
     lines = list(filled)
     cells = csv.reader([line for _, line in lines])
-    return [
-        (n, dict(zip(header, map(str.strip, row), strict=False))) for (n, _), row in zip(lines, cells, strict=False)
-    ]
+    rows, known = [], dict[tuple[str, str], int]()
+    for (n, _), values in zip(lines, cells, strict=False):
+        row = dict(zip(header, map(str.strip, values), strict=False))
+        if (line := known.setdefault((row.get("batch_size", ""), row.get("gamma", "")), n)) != n:
+            raise source.error(n, f"the batch size and gamma are those of line {line}; give one row of them")
+        rows.append((n, row))
+    return rows

@@ -44,11 +44,11 @@ _LENGTH = re.compile(r"accept len: ([^,\s]*)(,?)")
 _PREFILL = re.compile(r"Prefill batch\b")
 #: A rank, the throughput since its last line, the cached tokens of its requests, and the usual steps between lines.
 _RANK = re.compile(r"\bDP\d+\b")
-_THROUGHPUT = re.compile(r"gen throughput \(token/s\): (\d{1,12}(?:\.\d{1,9})?)(?=[,\s]|$)")
-_TOKENS = re.compile(r"#(?:full )?token: (\d{1,15}),")
+_THROUGHPUT = re.compile(r"gen throughput \(token/s\): (\d{1,12}(?:\.\d{1,9})?)(?=,?(?:\s|$))")
+_TOKENS = re.compile(r"#(?:full )?token: (\d{1,15}),(?!\d)")
 _STEPS_A_LINE = 40.0
 _RATE = re.compile(r"accept rate: ([^,\s]*),")
-_RUNNING = re.compile(r"#running-req: (\d{1,9}),")
+_RUNNING = re.compile(r"#running-req: (\d{1,9}),(?!\d)")
 #: Algorithms with adaptive steps, with rejection sampling of sampled drafts, and with block verification.
 _EAGLE = ("EAGLE", "EAGLE3", "NEXTN")
 _BLOCKS = ("DFLASH", "DSPARK")  # algorithms that draft a block in one step
