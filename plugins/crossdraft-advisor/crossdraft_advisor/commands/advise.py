@@ -366,7 +366,8 @@ def schedule_text(schedule: Schedule) -> str:
     for row in schedule_rows(schedule):
         mark = " ?" if row["gamma"] and not excludes_one(row["speed_up"]) else ""
         rows.append([str(row["batch_size"]), str(row["gamma"]), estimate_text(row["speed_up"]) + mark])
-    return Table(["B", "gamma", "speed-up"], rows, title=f"{pair}, with these settings").text()
+    unsure = "\n\n?: the interval includes 1" * any(row[2].endswith("?") for row in rows)
+    return Table(["B", "gamma", "speed-up"], rows, title=f"{pair}, with these settings").text() + unsure
 
 
 def schedule_rows(schedule: Schedule) -> list[dict[str, Any]]:

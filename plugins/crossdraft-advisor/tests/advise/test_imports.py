@@ -316,7 +316,7 @@ def test_speculation_profile() -> None:
         ("[2026-11-20 10:00:00] up\n", r"\)$"),
         ('{"choices": []}\n', "crossdraft advise --replay"),
         ('{"timestamp": 0, "input_length": 3, "output_length": 2}\n', "crossdraft simulate --trace"),
-        (vllm_line(1.0, 0, 0, "0.000"), "if nothing was drafted, send requests"),
+        (vllm_line(1.0, 0, 0, "0.000"), "the server does not draft, had no requests"),
     ],
 )
 def test_sources_without_acceptance(text: str, remedy: str) -> None:

@@ -85,8 +85,9 @@ def test_seconds_of_sglang() -> None:
     assert (first.flaw, second.flaw, third.flaw) == ("", "prefill", "another batch size")
     (plain,) = timed(DECODE.format(0, 0, 4, 800, "", 200.0))
     assert (plain.gamma, plain.seconds_per_step) == (0, 0.02)
-    for numbers in ((4, 800, ACCEPT, "1,680.00"), ("1,004", 800, ACCEPT, 680.0)):  # 1 is not what they say
-        assert not timed(DECODE.format(0, 0, *numbers))
+    assert not timed(DECODE.format(0, 0, 4, 800, ACCEPT, "1,680.00"))  # which is not 1
+    with pytest.raises(UsageError, match="of an unsupported version"):
+        timed(DECODE.format(0, 0, "1,004", 800, ACCEPT, 680.0))
 
 
 def test_seconds_of_llama_cpp() -> None:
