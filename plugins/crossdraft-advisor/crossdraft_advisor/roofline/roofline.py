@@ -345,7 +345,7 @@ class Roofline:
 
     @property
     def caveat(self) -> str:
-        """The bytes of a weight, if the config says that they are stored in another way; else empty."""
+        """The bytes of a weight, if the config has another format of them; else empty."""
         if not self.shape.stored or self.weight_bytes != _BFLOAT16:
             return ""
         name = self.shape.name

@@ -290,8 +290,8 @@ def test_mean_length_requires_assumption(place: Path, capsys: Any) -> None:
     assert [item["best"]["gamma"] for item in result["advice"]] == [3]
     code, _, err = advise(capsys, "sglang.log", *cost, "--gamma", "4")
     assert code == 2 and "has drafts of 3 tokens, not 4; remove the given draft length" in err
-    beside = "skipped: a line that is cut\n" + VLLM_LOG.splitlines()[1][:120] + "\n"
-    Path("cut.log").write_text(beside + VLLM_LOG, encoding="utf-8")
+    damaged = "skipped: a line that is cut\n" + VLLM_LOG.splitlines()[1][:120] + "\n"
+    Path("cut.log").write_text(damaged + VLLM_LOG, encoding="utf-8")
     code, _, err = advise(capsys, "cut.log", *cost, "--gamma", "2")
     assert code == 2 and "has drafts of 3 tokens, not 2; remove" in err and "truncated" not in err
     Path("old.log").write_text(re.sub(r"accept rate: \S+ ", "", SGLANG_LOG), encoding="utf-8")

@@ -119,8 +119,8 @@ def test_published_sizes(kind: str, total: float, active: float, cache: int) -> 
 def test_weights_that_are_stored_in_another_way_are_named() -> None:
     config = {**SMALL, "model_type": "llama", "quantization_config": {"quant_method": "fp8"}}
     shape = Shape.from_config(config, "small")
-    said = "weights of small, stored as fp8, count as 16 bits each; set --weight-bytes"
-    assert Roofline(shape, DEVICE).caveat == said and said in Roofline(shape, DEVICE).description(9)
+    caveat = "weights of small, stored as fp8, count as 16 bits each; set --weight-bytes"
+    assert Roofline(shape, DEVICE).caveat == caveat and caveat in Roofline(shape, DEVICE).description(9)
     assert not Roofline(shape, DEVICE, weight_bytes=1).caveat
 
 
