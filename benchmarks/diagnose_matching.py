@@ -171,6 +171,13 @@ class Servers:
                 cls, config = self.drafter
                 faulty = fault.drafter(cls), cls.Config(**config.model_dump(exclude_unset=True) | {"model": str(copy)})
                 yield f"{UNKNOWN}{fault.name}", *self.decoded(faulty, starts)
+        yield self.earlier()
+
+    def earlier(self) -> tuple[str, list[Response], np.ndarray]:
+        """A server with a checkpoint that the diagnosis is not given."""
+        cls, config = self.drafter
+        stale = cls.Config(**config.model_dump(exclude_unset=True) | {"model": self.stale})
+        return f"{UNKNOWN}an earlier checkpoint", *self.decoded((cls, stale), self.starts)
 
     def all(self) -> Iterator[tuple[str, list[Response], np.ndarray]]:
         """Truth, responses and counts of each server."""
@@ -184,10 +191,9 @@ class Servers:
                 yield truth, *self.served(trial, Path(folder) / "model")
         if self.temperature:
             return
-        cls, config = self.drafter
-        stale = cls.Config(**config.model_dump(exclude_unset=True) | {"model": self.stale})
-        yield f"{UNKNOWN}an earlier checkpoint", *self.decoded((cls, stale), self.starts)
+        yield self.earlier()
         if self.heads is not None:
+            cls, config = self.drafter
             noise = {k: torch.randn_like(t) / t.shape[-1] ** 0.5 for k, t in self.heads.tensors.items() if t.dim() == 2}
             with tempfile.TemporaryDirectory() as folder:
                 path = written(self.heads.with_tensors(noise), Path(folder) / "model")
