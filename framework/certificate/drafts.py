@@ -190,7 +190,7 @@ def refusal(drafter: NamedDrafter, toy: Toy) -> str:
     sampling = Sampling()
     reason = ""
     try:
-        if drafter.cls.traits(drafter.options, sampling).hidden_layers:
+        if plugins.traits_of("drafters", drafter.cls, drafter.options, sampling).hidden_layers:
             reason = "it reads the target's hidden states"
         else:
             with torch.inference_mode():

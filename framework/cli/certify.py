@@ -266,10 +266,9 @@ def _verifier(name: str) -> type[Verifier]:
     verifier = plugins.get("verifiers", name)
     if needed := [key for key, field in verifier.Config.model_fields.items() if field.is_required()]:
         raise ContractError(f"verifier '{name}' cannot be certified by name: {', '.join(needed)} has no default")
-    try:
-        verifier.traits(verifier.Config())
-    except Exception as error:  # of a plug-in
-        raise ContractError(f"traits of verifier '{name}' raised {type(error).__name__}: {error}") from None
+    with plugins.guarded("verifiers", name, "its Config"):
+        config = verifier.Config()
+    plugins.traits_of("verifiers", verifier, config)
     return verifier
 
 

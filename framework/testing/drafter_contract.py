@@ -25,7 +25,7 @@ from ..contracts.steps import Response, StepEvent
 from ..contracts.verifier import incompatible
 from ..engine.decoder import Decoder, Step
 from ..engine.validation import validate_draft
-from ..plugins import get
+from ..plugins import get, traits_of
 from .interruptions import Interrupted, Place, interrupted
 from .settings import MIXED, TWO_DEVICES, OneThread, Setting, Toys, device_comparison
 
@@ -76,14 +76,9 @@ class DrafterContract(OneThread):
 
     def rules(self, sampling: Sampling, names: Iterable[str] = RULES) -> list[type[Any]]:
         """Verifiers of these names that are compatible with the drafter."""
-        draft = self.drafting.traits(self.config, sampling)
+        own, draft = self.drafting.name, traits_of("drafters", self.drafting, self.config, sampling)
         rules = [get("verifiers", name) for name in names]
-        return [
-            verifier
-            for verifier in rules
-            if incompatible(self.drafting.name, draft, verifier.name, verifier.traits(verifier.Config()), sampling)
-            is None
-        ]
+        return [v for v in rules if not incompatible(own, draft, v.name, v.traits(v.Config()), sampling)]
 
     def decoder(self, batch_size: int, temperature: float, drafter: Any = None, **loop: Any) -> Decoder:
         sampling = Sampling(temperature=temperature)

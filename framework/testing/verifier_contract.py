@@ -23,7 +23,7 @@ from ..contracts.steps import StepEvent
 from ..contracts.verifier import Verifier, VerifierTraits, incompatible
 from ..engine.decoder import Decoder
 from ..engine.validation import validate_verdict
-from ..plugins import get
+from ..plugins import get, traits_of
 from .settings import MIXED, TWO_DEVICES, OneThread, Toys, device_comparison
 
 #: Draft length.
@@ -76,7 +76,7 @@ class VerifierContract(OneThread):
 
     @property
     def traits(self) -> VerifierTraits:
-        return self.rule.traits(self.rule.Config(**self.options))
+        return traits_of("verifiers", self.rule, self.rule.Config(**self.options))
 
     @property
     def sampling(self) -> Sampling:
@@ -108,9 +108,9 @@ class VerifierContract(OneThread):
     # -- the tests --------------------------------------------------------------------------------------------
 
     def test_traits(self) -> None:
-        traits = self.rule.traits(self.rule.Config(**self.options))
-        assert traits == self.traits, "traits() must return equal values for equal configs"
         assert isinstance(self.rule.name, str) and self.rule.name, "the class needs a name"
+        traits = self.traits
+        assert traits == self.traits, "traits() must return equal values for equal configs"
         assert self.labels(), f"'{self.rule.name}' does not accept any known draft: traits.accepts is {traits.accepts}"
 
     def test_lossless_by_enumeration(self) -> None:

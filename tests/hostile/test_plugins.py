@@ -352,6 +352,7 @@ VERIFIERS: dict[str, tuple[Any, list[str]]] = {
     "traits of a drafter": (verifier(CHAINS), ["must return crossdraft.VerifierTraits"]),
     "an unknown shape": (verifier(VerifierTraits(frozenset({3}))), ["accepts=frozenset({3})"]),  # type: ignore[arg-type]
     "a text for shapes": (verifier(VerifierTraits("chain")), ["accepts='chain'"]),  # type: ignore[arg-type]
+    "a kind for shapes": (verifier(VerifierTraits(CHAIN)), ["accepts=DraftKind("]),  # type: ignore[arg-type]
     "lossless perhaps": (verifier(VerifierTraits(frozenset({"chain"}), lossless="maybe")), ["lossless='maybe'"]),  # type: ignore[arg-type]
 }  # fmt: skip
 
@@ -363,6 +364,7 @@ def test_verifier(subject: str, refused: Any, recipe: str, install: Any) -> None
     setting = ["--set", "drafters=[prompt-lookup]", "--set", "verifiers=[theirs]"]
     refused(["run", recipe, *setting], "the verifier 'theirs' of test-verifiers-0", *words, code=1)
     refused(["list", "verifiers", "theirs"], "the verifier 'theirs' of test-verifiers-0", *words, code=1)
+    refused(["certify", "--verifier", "theirs"], "the verifier 'theirs' of test-verifiers-0", *words, code=1)
 
 
 def test_recipes_and_backends(refused: Any, recipe: str, install: Any, tmp_path: Path) -> None:
