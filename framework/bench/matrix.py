@@ -350,7 +350,8 @@ class _Expander:
                 with self.places.at(("exclude", i, key)):
                     if key not in keys:
                         raise UsageError(f"unknown key {key!r} in exclude{suggest(key, keys)}")
-                    self._check_excluded(f"exclude[{i}].{key}", key, value if isinstance(value, list) else [value])
+                    if not self._is_overridden(i, entry):  # it may name what is not there any more
+                        self._check_excluded(f"exclude[{i}].{key}", key, value if isinstance(value, list) else [value])
 
     def _check_excluded(self, name: str, key: str, options: list[Any]) -> None:
         """Check the values of a key of an entry of ``exclude``."""

@@ -164,6 +164,12 @@ def test_exclude_of_values_that_a_setting_removed(base: str, tmp_path: Path) -> 
     file = tmp_path / "excluding.yaml"
     file.write_text(yaml.safe_dump(data | {"exclude": [{"batch_size": 3}]}), encoding="utf-8")
     assert {cell.batch_size for cell in expand(load_recipe(str(file), ["matrix.batch_size=[1]"])).cells} == {1}
+    copies = [{"name": "prompt-lookup", "label": "copies"}]
+    file.write_text(yaml.safe_dump(data | {"drafters": copies, "exclude": [{"drafter": "copies"}]}), encoding="utf-8")
+    setting = "drafters=[prompt-lookup]"
+    assert {cell.drafter.label for cell in expand(load_recipe(str(file), [setting])).cells} == {"none", "prompt-lookup"}
+    with pytest.raises(UsageError, match="no drafter named 'copies'"):
+        load_recipe(str(file), [setting, "exclude=[{drafter: copies}]"])
     with pytest.raises(UsageError, match="matches no cell"):
         expand(load_recipe(str(file), ["matrix.batch_size=[1]", "exclude=[{batch_size: 3}]"]))
 
