@@ -152,10 +152,8 @@ def _drafts(
     ``watch`` is active in the first ``watched`` steps, because it is slow; with ``earlier``, each slot decodes the
     prompt of the next row first.
     """
-    own, options = (
-        context(len(rows)),
-        {"rng": CounterRng(WARM_UP_SEED), "validate": "never", "max_new_tokens": _MAX_TOKENS},
-    )
+    own = context(len(rows))
+    options: dict[str, Any] = {"rng": CounterRng(WARM_UP_SEED), "validate": "never", "max_new_tokens": _MAX_TOKENS}
     drafts: list[list[DraftRow]] = []
 
     def record(event: Any) -> None:

@@ -125,11 +125,8 @@ def _drafter_traits(drafter: Any) -> tuple[dict[str, Any], list[str]]:
     zero = plugins.traits_of("drafters", *strategy, Sampling(temperature=0)).temperature_zero_only
     sampling = Sampling(temperature=0 if zero else 1)
     traits = plugins.traits_of("drafters", *strategy, sampling)
-    marks, fitting, default = (
-        _marks(),
-        compatible_verifiers(strategy, sampling),
-        default_verifier(strategy, sampling)[0].name,
-    )
+    marks, fitting = _marks(), compatible_verifiers(strategy, sampling)
+    default = default_verifier(strategy, sampling)[0].name
     failed = [f"{name} {marks[name]}" for name in fitting if marks[name].startswith("FAILED")]
     fitting = [name for name in fitting if not marks[name].startswith("FAILED")]
     with plugins.guarded("drafters", drafter.name, "its Config, written as JSON,"):

@@ -247,6 +247,17 @@ class ThirdSequence(Commonest):
         return super().drawn_from(probs, row) if self.starts[row] > 2 else probs
 
 
+class LongPrompt(Commonest):
+    """Makes its mistake after prompts of more than 32 tokens."""
+
+    def start(self, row: int, prompt: Sequence[int], hidden: Any = None) -> None:
+        super().start(row, prompt)
+        self.long = getattr(self, "long", {}) | {row: len(prompt) > 32}
+
+    def drawn_from(self, probs: Tensor, row: int) -> Tensor:
+        return super().drawn_from(probs, row) if self.long[row] else probs
+
+
 class AfterWholeDrafts(Commonest):
     """Makes its mistake after three whole drafts in a row."""
 
@@ -261,10 +272,11 @@ class AfterWholeDrafts(Commonest):
 
 #: Drafters and lags that no enumeration reaches.
 LATER: tuple[tuple[type[Successors], int], ...] = (
-    (Squared, 50),
+    (Squared, 100),
     (CutByContent, 50),
     (Commonest, 0),
     (Warped, 0),
     (ThirdSequence, 0),
     (AfterWholeDrafts, 0),
+    (LongPrompt, 0),
 )
