@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from certificate_verifiers import AcceptAll
 from companions import needs_page
-from drafters_with_memory import Squared
+from drafters_with_memory import Squared, Successors
 from tiny_runs import ONE_GROUP, cells
+from torch import Tensor
 
 from crossdraft.drafters.draft_model.draft_model import DraftModelChain
 from crossdraft.framework.bench.matrix import load_recipe
@@ -130,6 +131,24 @@ def test_drafter_with_wrong_q_is_rejected(bench: Any, install: Any, models: Any)
         assert "error: drafter 'wrong-q' changes the target distribution under a certified verifier (TV 0." in err
     # Its verifier is unaffected.
     assert mark_of_verifier(Token, Token.Config()) == Mark("certified")
+
+
+class Full(Successors):
+    """Raises once its memory holds twenty tokens."""
+
+    name = "full"
+
+    def reported(self, probs: Tensor, row: int, i: int) -> Tensor:
+        if self.seen[row] > 20:
+            raise RuntimeError("the table is full")
+        return probs
+
+
+def test_drafter_that_cannot_be_enumerated_is_marked(bench: Any, install: Any) -> None:
+    install("drafters", (Full.name, Full))
+    code, out, _ = bench(*SETTINGS, "limit=1", "verifiers=[token]", "drafters=[{name: full, gamma: 2}]")
+    assert code == 0 and "token (not exercised)" in out
+    assert "(drafter 'full': RuntimeError: the table is full" in out
 
 
 @pytest.fixture
