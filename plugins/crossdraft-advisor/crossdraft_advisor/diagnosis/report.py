@@ -10,6 +10,7 @@ from typing import Any
 
 from crossdraft import Checkpoint, Sampling, Table, UsageError, load_tokenizer
 from crossdraft.framework.api.build import Configured
+from crossdraft.framework.contracts.checkpoint_kinds import identify
 from crossdraft.framework.contracts.models import TRANSFORMERS
 from crossdraft.framework.errors import quoted
 from crossdraft.framework.metrics.intervals import LEAST_PIECES
@@ -225,17 +226,19 @@ def files_of(drafter: Configured, target: str) -> Report:
     """
     name, table = drafter[0].name, engine_keys()
     model = getattr(drafter[1], "model", None)
-    own_model = not drafter[0].traits(drafter[1], Sampling()).hidden_layers
-    if not isinstance(model, str) or not (own_model or name in table.keys):
+    heads = load_checkpoint(model) if isinstance(model, str) else None
+    identity = heads and identify(heads.config, heads.tensors)
+    own_model = not drafter[0].traits(drafter[1], Sampling()).hidden_layers and name not in table.keys
+    own_model &= not (identity and identity.misused("draft-model"))
+    if heads is None or not (own_model or name in table.keys):
         raise UsageError(
             f"--files: no facts about how engines read heads of '{name}' (known: {', '.join(table.keys)}); compare "
             "counters with a replay instead (--replay, --counters)"
         )
-    heads = load_checkpoint(model)
     resolved = resolve(target)
     facts = target_facts(heads, target, model_sha256(resolved))
     if own_model:
-        tokenizers = [load_tokenizer(name).tokenizer for name in (model, target)]
+        tokenizers = [load_tokenizer(model).tokenizer for model in (heads.name, target)]
         facts.append(same_tokenizer(*tokenizers) or "the tokenizers of draft model and target are equal")
         line = f"Engines load the model of '{name}' as any other one: it has no keys of heads that they could misread."
         text = "\n".join([*(f"Note: {fact}." for fact in facts), line])

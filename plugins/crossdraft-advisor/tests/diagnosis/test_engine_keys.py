@@ -97,13 +97,20 @@ def test_files_of_a_draft_model_are_compared(target: str, tmp_path: Path, capsys
         assert fact in out and "Engines load the model of 'draft-model' as any other one" in out
 
 
-def test_drafters_without_facts_are_refused(target: str, capsys: Any) -> None:
-    argv = ["diagnose", "--files", "--target", target, "--drafter", "prompt-lookup"]
-    assert cli.main(argv) == 2
-    assert (
-        "no facts about how engines read heads of 'prompt-lookup' (known: eagle3, dflash, eagle, medusa,"
-        in capsys.readouterr().err
-    )
+def test_heads_without_option_of_layers_are_heads(target: str, tmp_path: Path, capsys: Any) -> None:
+    drafter = head(tmp_path / "head", dflash_config={"use_swa": True}).replace("eagle3", "dflash")
+    assert cli.main(["diagnose", "--files", "--target", target, "--drafter", drafter]) == 0
+    out = capsys.readouterr().out
+    assert "dflash_config.use_swa" in out and "as any other one" not in out
+
+
+@pytest.mark.parametrize("name", ["prompt-lookup", "dspark"])
+def test_drafters_without_facts_are_refused(target: str, tmp_path: Path, capsys: Any, name: str) -> None:
+    heads = head(tmp_path / "head", dspark_config={"markov_rank": 4})
+    drafter = name if name == "prompt-lookup" else heads.replace("eagle3", name)
+    assert cli.main(["diagnose", "--files", "--target", target, "--drafter", drafter]) == 2
+    facts = f"no facts about how engines read heads of '{name}' (known: eagle3, dflash, eagle, medusa,"
+    assert facts in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
