@@ -26,10 +26,8 @@ from .table_lm import ToyContext, random_tables
 
 #: Standard deviations of a mean from 0 that are a fault: once in a million tests of 100 tokens.
 FAR = 6.0
-#: Batch size, and tokens of a vocabulary in which memories fill soon, and of one with more than a top-k usually has.
-_ROWS, _FEW, _MANY = 48, 16, 96
-#: Tokens of a text.
-_TOKENS = 128
+#: Batch size, tokens of a text, of a vocabulary in which memories fill soon, and of one larger than most top-k.
+_ROWS, _TOKENS, _FEW, _MANY = 48, 128, 16, 96
 #: Vocabulary, sampling, verifier and sequences a slot of long texts; the last verifier accepts most drafts, whatever q.
 _TEXTS: tuple[tuple[int, Sampling, StrategyLike, int], ...] = (
     (_FEW, Sampling(), "sample-match", 3),
@@ -78,13 +76,10 @@ class Counted:
     Tokens are counted by id and by the rank of their probability in an unequal q, because deviations of a q that is
     reported too sharp or too flat cancel in the sums by id. Each node of a draft, and each quarter of the texts, has
     sums of its own, because what is right elsewhere hides deviations.
-
-    Attributes:
-        drafts: number of drafts with a q.
     """
 
     def __init__(self) -> None:
-        self.drafts = self._tokens = 0
+        self.drafts = self._tokens = 0  # drafts with a q, and emitted tokens
         self._sums: dict[Any, Any] = defaultdict(float)  # by (kept or all, quarter, node)
         self._squares: dict[Any, Any] = defaultdict(float)
 
