@@ -28,11 +28,12 @@ from .table_lm import ToyContext, random_tables
 FAR = 6.0
 #: Batch size, tokens of a text, of a vocabulary in which memories fill soon, and of one larger than most top-k.
 _ROWS, _TOKENS, _FEW, _MANY = 48, 128, 16, 96
-#: Vocabulary, sampling, verifier and sequences a slot of long texts; the last verifier accepts most drafts, whatever q.
+#: Vocabulary, sampling, verifier and number of long texts, some of them beside idle slots; the last verifier accepts
+#: most drafts, whatever q.
 _TEXTS: tuple[tuple[int, Sampling, StrategyLike, int], ...] = (
-    (_FEW, Sampling(), "sample-match", 3),
-    (_MANY, Sampling(temperature=0.6, top_k=8), "sample-match", 3),
-    (_MANY, Sampling(top_k=_MANY - 8), {"name": "top-k", "k": _MANY, "tolerance": 1e9}, 1),
+    (_FEW, Sampling(), "sample-match", 120),
+    (_MANY, Sampling(temperature=0.6, top_k=8), "sample-match", 120),
+    (_MANY, Sampling(top_k=_MANY - 8), {"name": "top-k", "k": _MANY, "tolerance": 1e9}, _ROWS),
 )
 
 
@@ -41,7 +42,7 @@ def check_long_texts(build: Callable[[DraftContext], Drafter], who: str) -> None
     prompts = [*repeated_texts(_FEW), *repeated_texts(_FEW, 96)]
     for vocabulary, sampling, verifier, sequences in _TEXTS:
         context = ToyContext(*random_tables(vocabulary), sampling, _ROWS)
-        check_mean(context, build, prompts, sequences * _ROWS, _TOKENS, who, verifier)
+        check_mean(context, build, prompts, sequences, _TOKENS, who, verifier)
 
 
 def check_mean(
@@ -74,17 +75,18 @@ class Counted:
     """Observed minus expected counts of drawn tokens over steps; an ``on_step`` callback.
 
     Tokens are counted by id and by the rank of their probability in an unequal q, because deviations of a q that is
-    reported too sharp or too flat cancel in the sums by id. Each node of a draft, and each quarter of the texts, has
-    sums of its own, because what is right elsewhere hides deviations.
+    reported too sharp or too flat cancel in the sums by id. Each node of a draft, each quarter of the texts, and each
+    sequence of the slots has sums of its own, because what is right elsewhere hides deviations.
     """
 
     def __init__(self) -> None:
         self.drafts = self._tokens = 0  # drafts with a q, and emitted tokens
-        self._sums: dict[Any, Any] = defaultdict(float)  # by (kept or all, quarter, node)
+        self._sums: dict[Any, Any] = defaultdict(float)  # by (kept or all, part, node)
         self._squares: dict[Any, Any] = defaultdict(float)
 
     def __call__(self, event: StepEvent) -> None:
-        quarter = self._tokens // (_TOKENS // 4 * len(event.prompts)) % 4
+        done = self._tokens // len(event.prompts)  # of a slot
+        parts = ("whole", done * 4 // _TOKENS % 4, f"sequence {done // _TOKENS}")
         self._tokens += sum(map(len, event.emitted))
         if event.draft.q is None or not event.draft.width:
             return
@@ -97,7 +99,7 @@ class Counted:
         for name, counts in (("kept", valid & busy), ("all", busy.expand_as(valid))):
             selected = both * counts[..., None]
             for node, (sums, squares) in enumerate(zip(selected.sum(0), selected.square().sum(0), strict=True)):
-                for part in ("whole", quarter):
+                for part in parts:
                     self._sums[name, part, node] += sums
                     self._squares[name, part, node] += squares
         self.drafts += int(busy.sum())

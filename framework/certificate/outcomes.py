@@ -76,13 +76,10 @@ def certify_quickly(verifier: type[Verifier], options: Any, start: Callable[[], 
 def certify_drafter(drafter: type[Any], config: Any, verifier: type[Verifier], options: Any) -> list[Row]:
     """Certify a configured drafter on the toys `QUICK_DRAFTER`. Raises CannotRun if it is refused there, or raises."""
     kind, toys = NamedDrafter(drafter.name, drafter, config), built_in_toys()
-    if reason := refusal(kind, toys[0]):
-        toys = toys_of_two_vocabularies()
-        if refusal(kind, toys[0]):
-            raise CannotRun(reason)
+    if (reason := refusal(kind, toys[0])) and refusal(kind, (toys := toys_of_two_vocabularies())[0]):
+        raise CannotRun(reason)
     toys = [toy for toy in toys if toy.name in QUICK_DRAFTER]
     rows = [certify_row(toy, kind.label, kind, verifier, options=options) for toy in toys]
-    for row in rows:
-        if row.error:
-            raise CannotRun(row.error)
+    if error := next((row.error for row in rows if row.error), ""):
+        raise CannotRun(error)
     return with_pair_coverage(rows)

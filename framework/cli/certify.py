@@ -267,8 +267,7 @@ def _verifier(name: str) -> type[Verifier]:
     if needed := [key for key, field in verifier.Config.model_fields.items() if field.is_required()]:
         raise ContractError(f"verifier '{name}' cannot be certified by name: {', '.join(needed)} has no default")
     with plugins.guarded("verifiers", name, "its Config"):
-        config = verifier.Config()
-    plugins.traits_of("verifiers", verifier, config)
+        plugins.traits_of("verifiers", verifier, verifier.Config())
     return verifier
 
 

@@ -77,7 +77,7 @@ class DrafterContract(OneThread):
     def rules(self, sampling: Sampling, names: Iterable[str] = RULES) -> list[type[Any]]:
         """Verifiers of these names that are compatible with the drafter."""
         own, draft = self.drafting.name, traits_of("drafters", self.drafting, self.config, sampling)
-        rules = [get("verifiers", name) for name in names]
+        rules = map(partial(get, "verifiers"), names)
         return [v for v in rules if not incompatible(own, draft, v.name, v.traits(v.Config()), sampling)]
 
     def decoder(self, batch_size: int, temperature: float, drafter: Any = None, **loop: Any) -> Decoder:

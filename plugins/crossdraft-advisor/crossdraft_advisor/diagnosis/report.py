@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from crossdraft import Checkpoint, Sampling, Table, UsageError, load_tokenizer
+from crossdraft import Checkpoint, ModelError, Sampling, Table, UsageError, load_tokenizer
 from crossdraft.framework.api.build import Configured
-from crossdraft.framework.contracts.checkpoint_kinds import identify
 from crossdraft.framework.contracts.models import TRANSFORMERS
 from crossdraft.framework.errors import quoted
 from crossdraft.framework.metrics.intervals import LEAST_PIECES
@@ -227,9 +227,11 @@ def files_of(drafter: Configured, target: str) -> Report:
     name, table = drafter[0].name, engine_keys()
     model = getattr(drafter[1], "model", None)
     heads = load_checkpoint(model) if isinstance(model, str) else None
-    identity = heads and identify(heads.config, heads.tensors)
-    own_model = not drafter[0].traits(drafter[1], Sampling()).hidden_layers and name not in table.keys
-    own_model &= not (identity and identity.misused("draft-model"))
+    own_model = False
+    if heads and name not in table.keys and not drafter[0].traits(drafter[1], Sampling()).hidden_layers:
+        with suppress(ModelError):  # they are heads of another kind
+            heads.check_kind("draft-model")
+            own_model = True
     if heads is None or not (own_model or name in table.keys):
         raise UsageError(
             f"--files: no facts about how engines read heads of '{name}' (known: {', '.join(table.keys)}); compare "
