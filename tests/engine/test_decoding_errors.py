@@ -47,6 +47,17 @@ def test_nan_logits_are_reported(toys: dict[str, Toy], who: str) -> None:
     assert loop.occupied == 0
 
 
+def test_nan_logits_of_rejected_node_are_reported() -> None:
+    """After token 1, which is drafted always and accepted never."""
+    target = torch.tensor([0.5, 0.0, 0.5]).double().repeat(4, 1)
+    target[1] = torch.nan
+    toy = Toy("nan", 2, target, torch.tensor([0.0, 1.0, 0.0]).double().repeat(4, 1))
+    small = drafter_class("draft-model")
+    loop = table_decoder(toy, small(small.Config(model="toy", gamma=2), table_context(toy)))
+    with pytest.raises(NumericalError, match="^the target produced NaN or infinite logits for prompt 0 at position 1"):
+        list(loop.run([[3], [3]]))
+
+
 class TooDeep(Drafter):
     """Ignores the limit, with a chain or with a tree that is one."""
 
