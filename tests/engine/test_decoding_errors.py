@@ -54,7 +54,7 @@ def test_nan_logits_of_rejected_node_are_reported() -> None:
     toy = Toy("nan", 2, target, torch.tensor([0.0, 1.0, 0.0]).double().repeat(4, 1))
     small = drafter_class("draft-model")
     loop = table_decoder(toy, small(small.Config(model="toy", gamma=2), table_context(toy)))
-    with pytest.raises(NumericalError, match="^the target produced NaN or infinite logits for prompt 0 at position 1"):
+    with pytest.raises(NumericalError, match=r"^the target produced NaN or infinite logits for prompt 0 at position 1"):
         list(loop.run([[3], [3]]))
 
 

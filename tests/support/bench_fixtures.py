@@ -1,7 +1,5 @@
 """Fixtures: a recipe for the tests of the bench, with and without the command line."""
 
-import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ from crossdraft.framework.cli import main as cli
 from crossdraft.framework.cli.run import command
 from crossdraft.framework.contracts.drafter import Drafter
 from crossdraft.framework.report import write
-from crossdraft.framework.runs import certified_registry
 
 #: Class attributes that count the calls until a drafter of these tests interrupts the run.
 COUNTERS = ("after", "kill_after")
@@ -26,26 +23,11 @@ def _below(cls: type) -> Iterator[type]:
         yield from _below(subclass)
 
 
-@pytest.fixture(scope="session")
-def certificates(tmp_path_factory: Any) -> Path:
-    """Certificates of built-in strategies, which take seconds: the first test that needs one writes it for all."""
-    return tmp_path_factory.mktemp("certificates") / certified_registry.FILE
-
-
 @pytest.fixture(autouse=True)
-def own_place(tmp_path: Path, monkeypatch: Any, certificates: Path) -> Iterator[None]:
+def own_place(tmp_path: Path, monkeypatch: Any) -> None:
     """Isolate the cache (no measured cost curves) and skip charts, which take seconds."""
     monkeypatch.setattr(write, "notify", lambda *_, **__: None)
-    cache = tmp_path / "cache"
-    monkeypatch.setenv("CROSSDRAFT_CACHE", str(cache))
-    if certificates.is_file():
-        cache.mkdir(mode=0o700)
-        shutil.copy(certificates, cache)
-    yield
-    if (cache / certificates.name).is_file():
-        entries = json.loads((cache / certificates.name).read_text(encoding="utf-8"))["certificates"]
-        entries = [entry for entry in entries if entry["distribution"] == "crossdraft" and entry["lossless"]]
-        certificates.write_text(json.dumps({"certificates": entries}), encoding="utf-8")
+    monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture(autouse=True)

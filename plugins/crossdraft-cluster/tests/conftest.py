@@ -1,5 +1,5 @@
 """Fixtures of a run's tests."""
 
-from bench_fixtures import bench, certificates, certificates_are_not_counted, models, own_place, recipe
+from bench_fixtures import bench, certificates_are_not_counted, models, own_place, recipe
 
-__all__ = ["bench", "certificates", "certificates_are_not_counted", "models", "own_place", "recipe"]
+__all__ = ["bench", "certificates_are_not_counted", "models", "own_place", "recipe"]
