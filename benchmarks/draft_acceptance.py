@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -21,7 +22,6 @@ from tabulate import tabulate
 
 from crossdraft.framework import plugins
 from crossdraft.framework.api.generate import pair_decoder
-from crossdraft.framework.contracts.draft import Draft
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.contracts.steps import StepEvent
@@ -96,7 +96,7 @@ def main() -> None:
         for coin in range(args.coins if event.draft.width else 0):
             for column, name in enumerate(rules):
                 numbers = CounterRng(1 + coin).for_step(slots, emitted[slots].tolist(), event.draft.tokens.device)
-                own = Draft(**{field: getattr(event.draft, field) for field in Draft.__dataclass_fields__})
+                own = replace(event.draft)
                 verdict = plugins.get("verifiers", name)().verify(own, event.scores.p, numbers)
                 accepted[:, column] += verdict.length.numpy(force=True)
         for row, (prompt, tokens) in enumerate(zip(event.prompts, event.emitted, strict=True)):

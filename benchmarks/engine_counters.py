@@ -165,7 +165,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    engine, settings = ("vllm", VLLM) if args.vllm else ("llama.cpp", LLAMA_CPP)
+    engine = "vllm" if args.vllm else "llama.cpp"
+    settings: dict[str, Any] = VLLM if args.vllm else LLAMA_CPP
     for name, (drafter, setting) in settings.items():
         if args.only not in (None, name):
             continue

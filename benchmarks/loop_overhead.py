@@ -144,7 +144,7 @@ def watch(decoder: Decoder, clocks: Clocks) -> None:
     clocks[0].watch(cast(TransformersLM, decoder.target))
     if isinstance(decoder.drafter, DraftModelChain):
         lm: Any = decoder.drafter.model.lm
-        clocks[1].watch(lm._lm if isinstance(lm, FittedLM) else lm)
+        clocks[1].watch(cast(TransformersLM, lm._lm if isinstance(lm, FittedLM) else lm))
 
 
 def clocks_of(decoder: Decoder) -> Clocks:

@@ -90,7 +90,7 @@ def measure_costs(
     for b in args.concurrency:
         responses = closed_loop(cell, prompts[: max(12, 3 * b)], b, args.max_new_tokens)
         for i, response in enumerate(responses):
-            cell._response(i, response)
+            cell._response(i, prompts[i], response)
         result = CellResult(config.model_copy(update={"batch_size": b}), pieces=[piece_of([responses], b)])
         result.responses = [
             {"prompt_tokens": len(p), "tokens": r.tokens} for p, r in zip(prompts, responses, strict=False)
@@ -116,8 +116,8 @@ def run_server(args: argparse.Namespace) -> list[dict[str, Any]]:
     }  # fmt: skip
     drafter = {"name": "draft-model", "model": args.drafter_model, "gamma": args.gamma}
     configs = {
-        "off": CellConfig(**common, drafter={"name": "none"}),
-        f"static:{args.gamma}": CellConfig(**common, drafter=drafter),
+        "off": CellConfig(**common, drafter={"name": "none"}),  # type: ignore[arg-type]
+        f"static:{args.gamma}": CellConfig(**common, drafter=drafter),  # type: ignore[arg-type]
     }
     rows = []
     for repeat in range(args.repeats):

@@ -18,6 +18,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -152,7 +153,7 @@ def measure(
         results = {"softmax": elapsed}
         for name, verifier in verifiers.items():
             # Cached properties of a draft (such as its ancestor mask) are recomputed for every verifier.
-            own = Draft(**{field: getattr(draft, field) for field in Draft.__dataclass_fields__})
+            own = replace(draft)
             # The drafter's first draw has generated the step's random numbers.
             own_numbers = copy.deepcopy(numbers)
             verify = compilers.get(name, verifier.verify)
