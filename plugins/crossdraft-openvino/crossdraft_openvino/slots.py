@@ -16,7 +16,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
-from itertools import accumulate
+from itertools import accumulate, chain
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -98,7 +99,8 @@ class OpenVINOPass(ForwardPass):
         super().__init__(model, ModelDims.of(model), masks, blocks, preparations=())
         names = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
         self._registries = [vars(module)[name] for module in model.modules() for name in names]
-        self._parts = self._read(probe=True)
+        self._parts = self._read()
+        self._states = [state(part, probe=True) for part in self._parts if isinstance(part, Tensor)]
         self._start()
 
     def _start(self, numbers: Iterable[int] = ()) -> None:
@@ -108,18 +110,23 @@ class OpenVINOPass(ForwardPass):
             shape, data = openvino.Shape(memory.flatten(0, 1).shape), memory.view(torch.uint8).numpy()
             self._request.set_tensor(name, openvino.Tensor(data, shape, PRECISIONS[memory.dtype]))
 
-    def _read(self, probe: bool) -> list[tuple[Any, tuple[float, ...]]]:
-        """Parts of the model, and states of its tensors."""
-        parts = [part for registry in self._registries for part in registry.values()]
-        return [(part, state(part, probe) if isinstance(part, Tensor) else ()) for part in parts]
+    def _read(self) -> list[Any]:
+        """Parts of the model."""
+        return list(chain.from_iterable(map(dict.values, self._registries)))
+
+    def _is_unchanged(self, probe: bool) -> bool:
+        """True if the model has the parts that it had, and its tensors the numbers."""
+        parts, tensors = self._read(), (part for part in self._parts if isinstance(part, Tensor))
+        if len(parts) != len(self._parts) or not all(map(is_, parts, self._parts)):
+            return False
+        states = [state(tensor, probe) for tensor in tensors]
+        return states == (self._states if probe else [known[:2] for known in self._states])
 
     def _computes(self, layers: Sequence[float], inputs: Mapping[str, Tensor], probe: bool = False) -> bool:
         """True if OpenVINO computes a pass with these hidden states and inputs."""
         if self.left:
             return False
-        parts, before = self._read(probe), self._parts
-        same = (a is b and now == then[: len(now)] for (a, now), (b, then) in zip(parts, before, strict=False))
-        if len(parts) != len(before) or not all(same):
+        if not self._is_unchanged(probe):
             return self.leave("its weights or modules changed after OpenVINO compiled them")
         if inputs:
             return self.leave(f"a drafter gives it {', '.join(inputs)} beside tokens")
@@ -179,6 +186,9 @@ class OpenVINOPass(ForwardPass):
         context = self.dims.context_length
         bias = np.zeros(0, np.uint8) if allowed is None else allowed.numpy().astype(np.uint8).reshape(-1)
         squares = [] if allowed is None else accumulate(count * count for count in counts)
+        # Written by OpenVINO itself, and valid as long as its reader wants: its own memory is that of the next pass, too.
+        logits = torch.empty(1 if width == 0 else len(chosen), self.dims.vocab_size)
+        self._request.set_output_tensor(0, openvino.Tensor(logits.numpy(), shared_memory=True))
         self._request.infer(
             {
                 0: torch.cat(tokens).numpy(),
@@ -191,13 +201,15 @@ class OpenVINOPass(ForwardPass):
                 "max_context_len": np.array(max(lengths), np.int32),
                 "qq_bias": bias,
                 "qq_bias_begins": np.array([0, *squares], np.int32),
-            }
+            },
+            share_inputs=True,
+            share_outputs=True,  # or every output is copied
         )
-        logits = None if width == 0 else self._output(0).clone().unflatten(0, (len(rows), -1))
+        scored = None if width == 0 else logits.unflatten(0, (len(rows), -1))
         if not layers:
-            return logits, None
+            return scored, None
         hidden = torch.stack([self._output(number)[chosen] for number in self._numbers(layers)], 1)
-        return logits, pad_sequence(list(hidden.to(self.model.dtype).split(kept)), batch_first=True)
+        return scored, pad_sequence(list(hidden.to(self.model.dtype).split(kept)), batch_first=True)
 
     def _numbers(self, layers: Sequence[float]) -> list[int]:
         """Numbers of the outputs with the hidden states of ``layers``, see `ModelGraph`."""
