@@ -7,7 +7,6 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from .. import plugins
 from ..contracts.steps import Chunk, Request, Response, StepEvent
 from ..engine.decoder import Decoder
 from .detokenizer import Detokenizer, decode_text
@@ -95,8 +94,7 @@ class Outputs:
         self._decoder.on_step = self._process
         try:
             with closing(self._decoder.steps(self._requests(waiting), "finish", interleaved)) as steps:
-                paced = plugins.notify("crossdraft_decoding_steps", lm=self._decoder.target, steps=steps) or steps
-                for finished in paced:
+                for finished in steps:
                     responses = {response.index: response for response in finished}
                     running = [i for i in self._running if i not in responses] if self._live else []
                     chunks = [self._running[i].chunk(i) for i in running if self._running[i].tokens]  # after prefill

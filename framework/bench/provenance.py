@@ -35,7 +35,6 @@ def provenance(config: CellConfig, environment: Mapping[str, Any], prompts: str,
     device, user_threads = first_device(config.device), settings()
     cuda = device.type == "cuda"
     runner = plugins.get("cell_runners", "engine").__module__ if config.engine else f"{__package__}.cells.cell_runner"
-    automatic = user_threads["free_processors"] is not None
     hardware = torch.cuda.get_device_name(device) if cuda else environment["cpu"]["model"]
     return {
         "crossdraft": environment["versions"]["crossdraft"],
@@ -47,7 +46,7 @@ def provenance(config: CellConfig, environment: Mapping[str, Any], prompts: str,
         **({"engine": source_of(plugins.get("servers", config.engine.name))} if config.engine else {}),
         "device": f"{device.type} ({hardware}){describe_placement(config.device)}",
         "threads": user_threads["number"],
-        "wait_policy": "measured" if automatic else user_threads["wait_policy"],
+        "wait_policy": user_threads["wait_policy"],
         "dtype": str(pick_dtype(config.dtype, device)).removeprefix("torch."),
         "prompts": prompts,
         **({} if timed else {"timed": False}),

@@ -18,7 +18,6 @@ class Compare(JsonOptions, Command):
     """Comparison of two runs on the same prompts."""
 
     name: ClassVar[str] = "compare"
-    loads_models: ClassVar[bool] = False
 
     a: Annotated[str, Argument("A", positional=True)] = Field(description="directory of a finished run, runs/NAME-HASH")
     b: Annotated[str | None, Argument("B", positional=True)] = Field(None, description="the other run")

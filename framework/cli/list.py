@@ -230,4 +230,4 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 # Not a subclass of `Command`: it starts without pydantic.
-command = SimpleNamespace(add_arguments=_add_arguments, main=lambda args: list_names(args), loads_models=False)
+command = SimpleNamespace(add_arguments=_add_arguments, main=lambda args: list_names(args))

@@ -133,8 +133,6 @@ def _parser(chosen: str) -> argparse.ArgumentParser:
     if chosen not in entries:
         raise plugins.unknown("commands", chosen, "crossdraft --help describes them.")
     command = plugins.get("commands", chosen)
-    if getattr(command, "loads_models", True):
-        plugins.notify("crossdraft_command_started")
     summary = entries[chosen].summary
     subparser = subparsers.add_parser(chosen, description=summary[:1].upper() + summary[1:] + "." * bool(summary))
     with plugins.guarded("commands", chosen, "add_arguments()"):

@@ -28,7 +28,6 @@ class New(Command):
     """A plug-in package, copied from its template."""
 
     name: ClassVar[str] = "new"
-    loads_models: ClassVar[bool] = False
 
     kind: Annotated[Literal["drafter", "verifier", "prompts"], Argument(positional=True)] = Field(
         description="kind of plug-in"

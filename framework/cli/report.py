@@ -28,7 +28,6 @@ class ReportCommand(RunsOptions, CellFilterOptions, SegmentOptions, ForceOptions
     """A report of finished runs."""
 
     name: ClassVar[str] = "report"
-    loads_models: ClassVar[bool] = False
 
     format: Annotated[str, Argument("FORMAT")] = Field("markdown", description="format of the report, see below")
     out: Annotated[Path | None, Argument("PATH")] = Field(

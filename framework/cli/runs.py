@@ -20,7 +20,6 @@ class Runs(JsonOptions, Command):
     """The runs in a directory and their progress."""
 
     name: ClassVar[str] = "runs"
-    loads_models: ClassVar[bool] = False
 
     directory: Annotated[Path, Argument("DIR", positional=True)] = Field(Path("runs"), description="directory of runs")
 

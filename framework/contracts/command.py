@@ -150,8 +150,6 @@ class Command(Options, ABC):
 
     #: The registered name.
     name: ClassVar[str]
-    #: False if the command never loads PyTorch.
-    loads_models: ClassVar[bool] = True
 
     debug: bool = Field(False, description="show tracebacks of errors")
 

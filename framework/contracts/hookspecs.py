@@ -14,7 +14,7 @@ first use. Keep the plug-in module free of heavy imports: ``crossdraft list`` im
 calls no hooks, only methods of the registered classes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import pluggy
@@ -143,19 +143,6 @@ def crossdraft_register_sections(register: Register) -> None:
 @hookspec
 def crossdraft_register_columns(register: Register) -> None:
     """Register columns of cells: functions from a finished cell to a value or None (`report.report`)."""
-
-
-@hookspec
-def crossdraft_command_started() -> None:
-    """Called when a command that loads models starts, before PyTorch is loaded."""
-
-
-@hookspec
-def crossdraft_decoding_steps(lm: Any, steps: Iterator[Any]) -> Iterator[Any] | None:
-    """Return an iterator over ``steps``, which decode one after the other, or None to leave them as they are.
-
-    For settings of a step, such as the number of threads. ``lm`` are the slots of the target.
-    """
 
 
 @hookspec

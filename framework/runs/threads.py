@@ -10,16 +10,12 @@ from typing import Any
 #: Environment variables of the number of threads, and of OpenMP's wait policy.
 NUMBER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
 POLICY = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-#: Variable that marks a wait policy as chosen by a plug-in, for child processes; its value is the free processors.
-CHOSEN = "CROSSDRAFT_FREE_PROCESSORS"
 #: Share of time, summed over threads, above which waiting for processors counts as contention.
 DISTURBED = 0.1
 
 
 def wait_policy() -> str:
-    """Wait policy: ``passive``, ``spin``, or the user's variables."""
-    if CHOSEN in os.environ:
-        return "passive" if "OMP_WAIT_POLICY" in os.environ else "spin"
+    """Wait policy: ``spin``, or the user's variables."""
     return " ".join(f"{name}={os.environ[name]}" for name in POLICY if name in os.environ) or "spin"
 
 
@@ -29,7 +25,6 @@ def settings() -> dict[str, Any]:
         "number": _threads(),
         "set_by": next((name for name in NUMBER if name in os.environ), "PyTorch"),
         "wait_policy": wait_policy(),
-        "free_processors": float(os.environ[CHOSEN]) if CHOSEN in os.environ else None,
     }
 
 
@@ -88,5 +83,5 @@ def disturbance(waited: float, seconds: float) -> str:
         return ""
     return (
         f"threads waited {waited / seconds:.0%} of the time for processors used by other programs; interrupt and run "
-        "again for passive waiting"
+        "again with OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0"
     )

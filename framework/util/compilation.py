@@ -46,34 +46,26 @@ def jit_compile(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
 
 def aot_compile(function: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor]) -> TensorFunction:
     with TemporaryDirectory(prefix="crossdraft-") as directory:
-        return load_package(package_program(export_function(function, inputs), Path(directory) / "step.pt2"))
+        path = package_program(export_function(function, inputs), Path(directory) / "step.pt2")
+        # Not `aoti_load_package`, which does the same: importing torch._inductor takes seconds.
+        name, single_threaded, runners, device = "model", False, 1, -1
+        return AOTIModelPackageLoader(str(own_path(path, "TMPDIR")), name, single_threaded, runners, device).run
 
 
-def export_function(
-    function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], variable: Sequence[dict[int, Any]] = ()
-) -> ExportedProgram:
-    """Trace ``function`` on ``inputs``, whose dimensions are fixed but for those in ``variable``, by input."""
-    dims = (tuple(one or None for one in variable),) if variable else None
+def export_function(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> ExportedProgram:
     with _no_future_warnings:
-        return torch.export.export(_FunctionModule(function), tuple(inputs), dynamic_shapes=dims, strict=False)
+        return torch.export.export(_FunctionModule(function), tuple(inputs), strict=False)
 
 
-def package_program(program: ExportedProgram, path: Path, options: dict[str, Any] | None = None) -> Path:
-    """Compile ``program`` with ``options`` of Inductor; writes and returns ``path``, which ends in ``.pt2``."""
+def package_program(program: ExportedProgram, path: Path) -> Path:
+    """Compile ``program``; writes and returns ``path``, which ends in ``.pt2``."""
     from torch._inductor import aoti_compile_and_package
 
     _check_compiler_caches()
     with _no_future_warnings:
         # Calls between kernels are a small share of a run, but optimising them takes a quarter of the compilation.
-        options = {"aot_inductor.compile_wrapper_opt_level": "O0", **(options or {})}
+        options = {"aot_inductor.compile_wrapper_opt_level": "O0"}
         return Path(aoti_compile_and_package(program, package_path=str(path), inductor_configs=options))
-
-
-def load_package(path: Path, variable: str = "TMPDIR") -> TensorFunction:
-    """Load a package, which executes code in it; ``variable``, and errors: see `own_path`."""
-    # Not `aoti_load_package`, which does the same: importing torch._inductor takes seconds.
-    name, single_threaded, runners, device = "model", False, 1, -1
-    return AOTIModelPackageLoader(str(own_path(path, variable)), name, single_threaded, runners, device).run
 
 
 def _check_compiler_caches() -> None:

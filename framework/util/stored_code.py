@@ -1,4 +1,4 @@
-"""Directories from which stored code is loaded: compiled layers, PyTorch's and Numba's caches, jobs of a cluster.
+"""Directories from which stored code is loaded: PyTorch's and Numba's caches, jobs of a cluster.
 
 Loading a shared library or a pickle executes it, so whoever can write the file runs programs as this user. The names of
 such files do not protect them: they follow from public inputs. `own_path` and `own_directory` are the one check, for

@@ -51,7 +51,7 @@ def measure_passes(
         UsageError: a context plus a width exceeds the model's context length.
     """
     longest = max(contexts) + max(widths)
-    lms = {b: TransformersLM(model, b, longest + 1) for b in batch_sizes}  # compiled layers need a free slot
+    lms = {b: TransformersLM(model, b, longest) for b in batch_sizes}
     device, limit = model.device, lms[batch_sizes[0]].context_length
     if limit is not None and longest > limit:
         raise UsageError(

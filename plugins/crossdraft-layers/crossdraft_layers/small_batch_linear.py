@@ -16,8 +16,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -55,8 +54,6 @@ class SmallBatchLinear(nn.Linear):
     siblings: Siblings | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        if (product := getattr(_thread, "product", None)) is not None:
-            return product(self, input)
         rows, tall = input.numel() // self.in_features, self.out_features >= TALL * self.in_features
         wide = rows > MOST_ROWS and not tall and self.weight.dtype != torch.bfloat16
         if rows == 0 or wide or (rows == 1 and not tall) or torch.is_grad_enabled():
@@ -84,40 +81,6 @@ def transposed_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Te
 def packed_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``input [.., I]`` times a result of `packed` ``[O, I]``, plus ``bias [O]``."""
     return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
-
-
-#: In compiled code, as Inductor has no kernels of oneDNN for weights that are inputs.
-_library = torch.library.Library("crossdraft", "DEF")
-_library.define("packed_linear(Tensor input, Tensor weight) -> Tensor")
-for _backend in ("CPU", "MkldnnCPU"):  # dense, and packed
-    _library.impl("packed_linear", lambda input, weight: packed_product(input, weight, None), _backend)
-_library.impl("packed_linear", lambda input, weight: input.new_empty(*input.shape[:-1], weight.shape[0]), "Meta")
-
-
-#: The operation for compiled code, without Python: declarations and a definition in C++.
-PACKED_LINEAR_IN_C = [
-    """AOTITorchError aoti_torch_cpu__linear_pointwise(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*,
-      const char*, const double**, int64_t, const char**, AtenTensorHandle*)""",
-    """inline AOTITorchError aoti_torch_cpu_packed_linear(
-        AtenTensorHandle input, AtenTensorHandle weight, AtenTensorHandle* output) {
-      return aoti_torch_cpu__linear_pointwise(input, weight, nullptr, "none", nullptr, 0, nullptr, output);
-    }""",
-]
-
-
-def packed_linear(input: Tensor, weight: Tensor) -> Tensor:
-    """`packed_product` as one operation of a traced graph."""
-    return torch.ops.crossdraft.packed_linear(input, weight)
-
-
-@contextmanager
-def replaced_products(product: Callable[[SmallBatchLinear, Tensor], Tensor]) -> Iterator[None]:
-    """Within the context, in this thread, layers return ``product(layer, input)``."""
-    _thread.product = product
-    try:
-        yield
-    finally:
-        _thread.product = None
 
 
 class Siblings:
@@ -166,7 +129,7 @@ class _Pending:
     outputs: list[Tensor]
 
 
-#: ``pending``: the last `_Pending` of this thread; ``product``: see `replaced_products`.
+#: ``pending``: the last `_Pending` of this thread.
 _thread = threading.local()
 
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from crossdraft.framework.bench.memory import total_memory
 from crossdraft.framework.contracts.models import ModelPreparation
 from crossdraft.framework.errors import CrossdraftError, ModelError
 from crossdraft.framework.lm.architectures import TRIAL_LENGTH, refuse_unsupported, text_config, trial
@@ -42,6 +43,11 @@ from .graph import BLOCK, FIRST_CACHE, PRECISIONS, ModelGraph, state
 logger = logging.getLogger(__name__)
 
 LONG_TEXT = 1024  # most tokens of that of a trial
+#: Weights of the smallest model that is converted: a conversion takes seconds, and passes of smaller ones little time.
+LEAST_WEIGHTS = 10**7
+#: Largest share of the machine's memory for weights in float32: a conversion takes twice as much.
+MEMORY_SHARE = 0.3
+_TRY = "python plugins/crossdraft-openvino/tests/try_classes.py"
 
 
 class BlockCache(RaggedCache):
@@ -248,6 +254,9 @@ def check(model: Any, max_length: int, window: int = sys.maxsize) -> int:
     tensors = [*model.parameters(), *model.buffers()]
     kinds = {(tensor.device.type, tensor.dtype) for tensor in model.parameters()}
     quantised = any(hasattr(tensor, "__tensor_flatten__") for tensor in tensors)
+    size, memory = 4 * sum(tensor.numel() for tensor in tensors), total_memory(torch.device("cpu"))
+    if memory is not None and size > MEMORY_SHARE * memory:
+        raise ModelError(f"its weights in float32 would take {size / 1e9:.0f} of {memory / 1e9:.0f} GB of memory")
     if quantised or kinds not in [{("cpu", dtype)} for dtype in PRECISIONS]:
         raise ModelError("its weights are not all on the CPU in float32, or all in bfloat16")
     if any(parameter.is_inference() for parameter in model.parameters()):
@@ -290,18 +299,20 @@ def tried_classes() -> frozenset[str]:
 
 
 class OpenVINOSlots(ModelPreparation):
-    """`OpenVINOLM` for models of tried classes, with ``CROSSDRAFT_OPENVINO=1``."""
+    """`OpenVINOLM` for models of tried classes, not with ``CROSSDRAFT_OPENVINO=0``; with ``1`` however small."""
 
     name = "openvino"
 
     @classmethod
     def slots(cls, model: Any, batch_size: int, max_length: int) -> OpenVINOLM | str | None:
-        if os.environ.get("CROSSDRAFT_OPENVINO") != "1":
+        setting, weights = os.environ.get("CROSSDRAFT_OPENVINO"), list(model.parameters())
+        small = setting != "1" and sum(weight.numel() for weight in weights) < LEAST_WEIGHTS
+        if setting == "0" or small or any(weight.device.type != "cpu" for weight in weights):
             return None
         kind = type(model)
         try:
             if kind.__name__ not in tried_classes() or not kind.__module__.startswith("transformers."):
-                raise ModelError("its class is not among those tried (crossdraft_openvino/tried.txt)")
+                raise ModelError(f"its class has not been tried; in a clone: {_TRY} {model.config.model_type}")
             return OpenVINOLM(model, batch_size, max_length)
         except (CrossdraftError, OSError, RuntimeError) as error:  # of the model, the cache directory, or OpenVINO
             _warn_once(kind.__name__, str(error))

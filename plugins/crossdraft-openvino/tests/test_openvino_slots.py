@@ -189,7 +189,7 @@ def untried() -> Any:
         (quantised, "not all on the CPU in float32, or all in bfloat16"),
         (without_changes, "its weights were made in inference mode, so their changes would not be seen"),
         (retrained, "its weights changed after OpenVINO converted it"),
-        (untried, "its class is not among those tried"),
+        (untried, "its class has not been tried; in a clone: python plugins/crossdraft-openvino/tests/try_classes.py llama"),
         (lambda: model_of("mistral"), "slots reach 16 tokens, more than its window of 8"),
         (longrope, "the frequencies of its longrope positions change"),
         (lambda: model_of("gemma2", **WIDE), "its attention takes softcap"),
@@ -209,6 +209,12 @@ def test_models_that_it_cannot_compute_run_as_before(make: Any, reason: str, cap
     assert reason in message and reason in lm.passes_by
 
 
+def test_models_that_fill_the_memory_are_left(monkeypatch: Any) -> None:
+    monkeypatch.setattr(slots, "total_memory", lambda device: 10**5)
+    with pytest.raises(ModelError, match="its weights in float32 would take 0 of 0 GB of memory"):
+        OpenVINOLM(model_of("llama"), 1, 16)
+
+
 def test_window_beyond_the_slots_does_not_matter() -> None:
     assert isinstance(model_slots(model_of("mistral", **WIDE), 1, 64), OpenVINOLM)
     assert isinstance(model_slots(model_of("qwen2", use_sliding_window=False), 1, 64), OpenVINOLM)
@@ -221,9 +227,25 @@ def test_window_of_attention_functions_counts(monkeypatch: Any) -> None:
         OpenVINOLM(model_of("mistral", **WIDE), 1, 65)
 
 
-def test_only_on_request(monkeypatch: Any) -> None:
-    monkeypatch.setenv("CROSSDRAFT_OPENVINO", "0")
-    assert type(model_slots(model_of("llama"), 1, 16)) is TransformersLM
+@pytest.mark.parametrize(
+    ("setting", "least", "kind"),
+    [("0", 1, TransformersLM), ("", 1, OpenVINOLM), ("", slots.LEAST_WEIGHTS, TransformersLM)],
+)
+def test_unless_switched_off_or_small(setting: str, least: int, kind: Any, monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setenv("CROSSDRAFT_OPENVINO", setting)
+    monkeypatch.setattr(slots, "LEAST_WEIGHTS", least)
+    assert type(model_slots(model_of("llama"), 1, 16)) is kind and not caplog.records
+
+
+def test_logits_stay_while_others_are_computed() -> None:
+    """A pass writes them to memory of its own, without a copy."""
+    lm: Any = OpenVINOLM(model_of("llama"), 1, 16)
+    lm.start(0, [3, 4])
+    first = lm.forward(torch.tensor([[4, 5]]))[0]
+    assert first.data_ptr() == lm.forward_pass._request.get_output_tensor(0).data.ctypes.data
+    before = first.clone()
+    lm.commit([1])
+    assert not torch.equal(lm.forward(torch.tensor([[6, 7]]))[0], before) and torch.equal(first, before)
 
 
 # -- trials --------------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """Try every type of model of transformers with OpenVINO, each in a process of its own, and write ``tried.txt``.
 
-    PYTHONPATH=tests/support:tests/contract python plugins/crossdraft-openvino/tests/try_classes.py [TYPE ...]
+    python plugins/crossdraft-openvino/tests/try_classes.py [TYPE ...]
 
 A class is listed if its tiny model equals transformers: ragged chains, trees in two pieces, hidden states. Conversion
-ends the process of some. Without TYPE all are tried (minutes); with TYPE the list is left alone.
+ends the process of some. Without TYPE all are tried (minutes); with TYPE the other classes stay as they are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-LIST = Path(__file__).parents[1] / "crossdraft_openvino" / "tried.txt"
+import crossdraft_openvino
+
+LIST = Path(crossdraft_openvino.__file__).with_name("tried.txt")
+sys.path[:0] = [str(Path(__file__).parents[3] / "tests" / folder) for folder in ("support", "contract")]
 #: Seconds for one type.
 LIMIT = 180
 
@@ -45,7 +48,7 @@ def main(types: list[str]) -> None:
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["architecture_walk", "crossdraft_openvino.slots"])
-    exact, reasons = set(), Counter[str]()
+    exact, reasons = set(LIST.read_text(encoding="utf-8").split() if types else ()), Counter[str]()
     for model_type in types or TYPES:
         if model_type in NOT_MADE or class_name(model_type) not in EXACT:
             continue
@@ -61,11 +64,9 @@ def main(types: list[str]) -> None:
             name, outcome = class_name(model_type), f"ends the process ({process.exitcode})"
         print(model_type, name, outcome, flush=True)
         reasons[outcome] += 1
-        if outcome == "exact":
-            exact.add(name)
+        exact = exact | {name} if outcome == "exact" else exact - {name}
     print(*(f"{count:4} {reason}" for reason, count in reasons.most_common()), sep="\n")
-    if not types:
-        LIST.write_text("".join(f"{name}\n" for name in sorted(exact)), encoding="utf-8")
+    LIST.write_text("".join(f"{name}\n" for name in sorted(exact)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ class Gate(JsonOptions, Command):
     """Comparison of the acceptance lengths of two sources: runs, replays, logs, metrics or responses."""
 
     name: ClassVar[str] = "gate"
-    loads_models: ClassVar[bool] = False
 
     baseline: Annotated[str, Argument("BASELINE", positional=True)] = Field(
         description="directory of a finished run, output of crossdraft replay --json, or an engine's log, metrics or "
