@@ -4,10 +4,9 @@
 
 Layers: `functional.linear`, the product ``(W x^T)^T`` of layers without a packed copy, and packed weights (see
 `small_batch_linear.py`), relative to `functional.linear` of one row; weights rotate so that they do not stay in
-cache. Passes: a whole model with each of the three, and with compiled layers (`compiled_layers.py`), relative to
-its own pass over one token; then each gain over the one before. In bfloat16 layers without a packed copy compute
-`functional.linear`, and on processors without instructions for it there are no packed weights. Batches: compiled passes
-over one token in each of B rows, as shares of what the machine reads and multiplies.
+cache. Passes: a whole model with each of the three, relative to its own pass over one token; then the gain of packed
+weights. In bfloat16 layers without a packed copy compute `functional.linear`, and on processors without instructions
+for it there are no packed weights.
 
 Kernels are measured in turn. Each ratio is one of medians, followed by one of minima. With one thread, times are its
 processor time, which other programs disturb less.
@@ -22,19 +21,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from crossdraft_layers import compiled_layers, small_batch_linear
+from crossdraft_layers import small_batch_linear
 from crossdraft_layers.small_batch_linear import SmallBatchLinear, packed, packed_product, transposed_product
 from tabulate import tabulate
 from torch import nn
 from torch.nn import functional
 
-from crossdraft.framework.lm.cuda_graphs import CaptureLimits, recording
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 from crossdraft.framework.models.load import load_model
 
 KERNELS = ("linear", "transposed", "packed")
-PASSES = (*KERNELS, "compiled")
-PARTS = ("layers", "passes", "batches")
+PARTS = ("layers", "passes")
 #: Inputs and outputs of SmolLM2's layers, queries with keys and values and gate with up as one.
 SHAPES = ((576, 576), (576, 960), (576, 3072), (1536, 576), (576, 49152))
 
@@ -79,59 +76,23 @@ def pass_table(model: Any, rows: tuple[int, ...], repeats: int, committed: int =
     lm = TransformersLM(model, 1, committed + max(rows) + 1)
     layers = [layer for layer in model.modules() if type(layer) is SmallBatchLinear]
     lm.start(0, list(range(10, 11 + committed)))
-    available, compiled = small_batch_linear._available, compiled_layers._compiled_output
+    available = small_batch_linear._available
 
     def run(kernel: str, ids: torch.Tensor) -> None:
         for layer in layers:
             layer.__class__ = nn.Linear if kernel == "linear" else SmallBatchLinear
-        small_batch_linear._available = available if kernel in ("packed", "compiled") else lambda _: False
-        compiled_layers._compiled_output = compiled if kernel == "compiled" else lambda *_: None
+        small_batch_linear._available = available if kernel == "packed" else lambda _: False
         lm.forward(ids)
         lm.commit([0])
 
     tokens = torch.arange(10, 10 + max(rows))[None]
-    runs = {(name, m): lambda name=name, m=m: run(name, tokens[:, :m]) for m in rows for name in PASSES}
+    runs = {(name, m): lambda name=name, m=m: run(name, tokens[:, :m]) for m in rows for name in KERNELS}
     try:
-        with recording(CaptureLimits(max(rows), max(rows))):  # compiles at the first pass
-            times = seconds(runs, repeats)
+        times = seconds(runs, repeats)
     finally:
-        small_batch_linear._available, compiled_layers._compiled_output = available, compiled
-    gains = (("linear", "packed"), ("packed", "compiled"))
-    return [
-        [
-            m,
-            *(ratio(times[name, m], times[name, 1]) for name in PASSES),
-            *(ratio(times[before, m], times[after, m]) for before, after in gains),
-        ]
-        for m in rows
-    ]
-
-
-def batch_table(model: Any, rows: tuple[int, ...], repeats: int, committed: int = 32) -> list[list[Any]]:
-    """A line for each B, after one of the machine's own read bandwidth and matrix rate."""
-    parameters = list(model.parameters())
-    nbytes, operations = sum(p.nbytes for p in parameters), sum(2 * p.numel() for p in parameters)
-    data, square = torch.zeros(nbytes // 4), torch.randn(2048, 2048, dtype=parameters[0].dtype)
-    times = seconds({"read": data.sum, "product": lambda: square @ square}, repeats)
-    read, product = (statistics.median(times[key]) for key in ("read", "product"))
-    bandwidth, rate = nbytes / read, 2 * 2048**3 / product
-    table: list[list[Any]] = [["machine", None, None, bandwidth / 1e9, None, rate / 1e9, None]]
-    for m in rows:
-        lm = TransformersLM(model, m, committed + repeats + 10)
-        for row in range(m):
-            lm.start(row, list(range(10 + row, 11 + row + committed)))
-        tokens = torch.arange(m)[:, None] + 10
-
-        def run(lm: TransformersLM = lm, tokens: torch.Tensor = tokens) -> None:
-            lm.forward(tokens)
-            lm.commit([0] * len(tokens))
-
-        with recording(CaptureLimits(m, 1)):
-            run()
-        taken = statistics.median(seconds({m: run}, repeats)[m])
-        reads, computes = nbytes / taken, m * operations / taken
-        table.append([m, taken * 1e3, m / taken, reads / 1e9, reads / bandwidth, computes / 1e9, computes / rate])
-    return table
+        small_batch_linear._available = available
+    relative = {m: [ratio(times[name, m], times[name, 1]) for name in KERNELS] for m in rows}
+    return [[m, *relative[m], ratio(times["linear", m], times["packed", m])] for m in rows]
 
 
 def main() -> None:
@@ -148,19 +109,10 @@ def main() -> None:
         with torch.no_grad():
             table = layer_table(SHAPES, (1, 2, 3, 4, 5, 8, 12, 16, 32), args.repeats, getattr(torch, args.dtype))
         print(tabulate(table, ["layer", "rows", *KERNELS]), "\n")
-    model = load_model(args.model, dtype=args.dtype, device="cpu").model
     if "passes" in args.parts:
+        model = load_model(args.model, dtype=args.dtype, device="cpu").model
         table = pass_table(model, (1, 2, 4, 8, 16, 128, 512), args.repeats)
-        print(tabulate(table, ["rows", *PASSES, "linear / packed", "packed / compiled"]), "\n")
-    if "batches" in args.parts:
-        head = ["B", "ms", "tokens/s", "GB/s", "of bandwidth", "GFLOP/s", "of rate"]
-        print(
-            tabulate(
-                batch_table(model, (1, 4, 16, 64), args.repeats),
-                head,
-                floatfmt=("", ".1f", ".0f", ".1f", ".2f", ".0f", ".2f"),
-            )
-        )
+        print(tabulate(table, ["rows", *KERNELS, "linear / packed"]))
 
 
 if __name__ == "__main__":

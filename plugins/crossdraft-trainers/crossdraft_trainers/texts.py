@@ -113,7 +113,6 @@ def write(
     if n_tokens >= tokens:
         return texts
     plan = Questions(_questions_that_fit(writer, questions), invented, writer.seed)
-    writer.warm_up()
     # Few tokens need few texts: a batch is written before the first of them is counted.
     size = min(ANSWERS_A_SLOT * writer.batch_size, max(2 * tokens // writer.max_response, LEAST_BATCH))
     start, last = after // size * size, after - 1  # the last index that is a text

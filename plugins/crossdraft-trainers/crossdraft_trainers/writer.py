@@ -11,7 +11,6 @@ from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.lm.cuda_graphs import CaptureLimits, recording
 from crossdraft.framework.lm.recomputing_lm import scoring_slots
 
 from .heartbeat import doing
@@ -96,12 +95,6 @@ class Writer:
             max_length = min(max_length, target.context_length + 2)
         self._lm = scoring_slots(target, batch_size, max_length, make_slots)
         self._length = max_length
-
-    def warm_up(self) -> None:
-        """Decode once, which compiles layers: that pays over many texts."""
-        doing(lambda: f"warming up {self.target.name}")
-        with recording(CaptureLimits(depth=0, nodes=0)):
-            list(self._decode([self.chat.conversation("")], [0], 1.0, 2, self.seed))
 
     def invent(self, indices: Sequence[int]) -> dict[int, str]:
         """Generate questions, by index; unfinished ones are omitted."""

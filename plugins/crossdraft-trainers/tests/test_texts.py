@@ -20,7 +20,6 @@ from training_target import tied_llama
 
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.errors import CrossdraftError, UsageError
-from crossdraft.framework.lm.cuda_graphs import capture_limits
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 QUESTIONS = [f"w{4 + i} w9 w{30 - i}" for i in range(24)]
@@ -143,18 +142,6 @@ def test_full_disk_keeps_complete_files(undisturbed: Path, written: Any, tmp_pat
     monkeypatch.undo()
     written(tmp_path)
     assert (tmp_path / "texts.jsonl").read_bytes() == whole
-
-
-def test_layers_are_compiled_before_texts_are_written(written: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    """They are compiled in warm-ups only (see crossdraft-layers), and texts are written for hours."""
-    forward, limits = TransformersLM.forward, []
-    monkeypatch.setattr(TransformersLM, "forward", lambda *args: limits.append(capture_limits()) or forward(*args))
-    written(tmp_path)
-    first = limits.index(None)  # after the warm-up
-    assert first and len(limits) > first and limits[first:] == [None] * (len(limits) - first)
-    limits.clear()
-    written(tmp_path)
-    assert not limits  # complete texts need no pass
 
 
 # Loops that cannot be.
