@@ -192,7 +192,7 @@ class OpenVINOPass(ForwardPass):
         context = self.dims.context_length
         bias = np.zeros(0, np.uint8) if allowed is None else allowed.numpy().astype(np.uint8).reshape(-1)
         squares = [] if allowed is None else accumulate(count * count for count in counts)
-        # Written by OpenVINO itself, and valid as long as its reader wants: its own memory is that of the next pass, too.
+        # OpenVINO's own memory would be overwritten by the next pass.
         logits = torch.empty(1 if width == 0 else len(chosen), self.dims.vocab_size)
         self._request.set_output_tensor(0, openvino.Tensor(logits.numpy(), shared_memory=True))
         self._request.infer(

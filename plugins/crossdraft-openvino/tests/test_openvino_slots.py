@@ -189,7 +189,7 @@ def untried() -> Any:
         (quantised, "not all on the CPU in float32, or all in bfloat16"),
         (without_changes, "its weights were made in inference mode, so their changes would not be seen"),
         (retrained, "its weights changed after OpenVINO converted it"),
-        (untried, "its class has not been tried; in a clone: python plugins/crossdraft-openvino/tests/try_classes.py llama"),
+        (untried, "in a clone: python plugins/crossdraft-openvino/tests/try_classes.py llama"),
         (lambda: model_of("mistral"), "slots reach 16 tokens, more than its window of 8"),
         (longrope, "the frequencies of its longrope positions change"),
         (lambda: model_of("gemma2", **WIDE), "its attention takes softcap"),

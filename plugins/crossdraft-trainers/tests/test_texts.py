@@ -20,7 +20,6 @@ from training_target import tied_llama
 
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.errors import CrossdraftError, UsageError
-from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 QUESTIONS = [f"w{4 + i} w9 w{30 - i}" for i in range(24)]
 
