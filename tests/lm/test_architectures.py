@@ -270,7 +270,7 @@ def test_page_lists_classes_that_are_exact() -> None:
         pytest.skip("the page is of a later transformers")
     exact = PAGE.read_text(encoding="utf-8").partition("## Exact\n")[2].partition("## ")[0]
     inside = {class_name(model_type) for model_type in MULTIMODAL}
-    assert set(re.findall(r"^- `(\w+)`: ", exact, re.M)) - inside == (EXACT | BY_TRIAL) - inside
+    assert set(re.findall(r"`(\w+)`", exact)) - inside == (EXACT | BY_TRIAL) - inside
 
 
 def test_page_lists_every_model_type() -> None:
@@ -278,4 +278,4 @@ def test_page_lists_every_model_type() -> None:
     text = PAGE.read_text(encoding="utf-8")
     if f"({transformers.__version__}:" in text:
         for model_type in (*TYPES, *MULTIMODAL):
-            assert re.search(rf"`{class_name(model_type)}`.*\b{re.escape(model_type)}\b", text), model_type
+            assert f"`{class_name(model_type)}`" in text, model_type

@@ -1,4 +1,4 @@
-"""PyTorch's number of threads, and what is said about a group whose threads waited."""
+"""PyTorch's number of threads, and remarks on a group whose threads waited."""
 
 import torch
 

@@ -228,12 +228,12 @@ def test_window_of_attention_functions_counts(monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "least", "kind"),
+    ("setting", "smallest", "kind"),
     [("0", 1, TransformersLM), ("", 1, OpenVINOLM), ("", slots.LEAST_WEIGHTS, TransformersLM)],
 )
-def test_unless_switched_off_or_small(setting: str, least: int, kind: Any, monkeypatch: Any, caplog: Any) -> None:
+def test_unless_switched_off_or_small(setting: str, smallest: int, kind: Any, monkeypatch: Any, caplog: Any) -> None:
     monkeypatch.setenv("CROSSDRAFT_OPENVINO", setting)
-    monkeypatch.setattr(slots, "LEAST_WEIGHTS", least)
+    monkeypatch.setattr(slots, "LEAST_WEIGHTS", smallest)
     assert type(model_slots(model_of("llama"), 1, 16)) is kind and not caplog.records
 
 
