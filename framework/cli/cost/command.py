@@ -143,7 +143,7 @@ def _measured(options: Cost) -> Parts:
 
 
 def _free(options: Cost) -> str:
-    return "" if options.drafter else "without --drafter, drafting is free"
+    return "" if options.drafter else "without --drafter, speed-ups leave out the cost of drafts"
 
 
 def _curve(

@@ -138,6 +138,7 @@ def test_stop_strings(greedy: RunningServer, name: str) -> None:
         ({"prompt": "w5 " * 95}, "prompt", None),
         ({"prompt": "w5 " * 70}, "max_tokens", "exceed the 96 tokens of a slot"),
         ({"model": "other"}, "model", "model 'other' is not served"),
+        ({"model": None}, "model", "names no model"),
     ],
     ids=str,
 )
