@@ -87,7 +87,7 @@ def test_step_that_never_ends(bench: Any, install: Any, monkeypatch: Any) -> Non
     monkeypatch.setattr(Bad, "deed", staticmethod(hangs))
     install("drafters", ("bad", Bad))
     code, out, err = bench(*SETTINGS, "drafters=[{name: bad}, prompt-lookup]", "limit=2", flags=["--step-limit", "2.0"])
-    assert code == 1 and "failed: bad × token: a step exceeded the limit of 2 s (--step-limit)" in err
+    assert code == 1 and "failed: bad × token (not exercised): a step exceeded the limit of 2 s (--step-limit)" in err
     assert "prompt-lookup  token" in out
 
 

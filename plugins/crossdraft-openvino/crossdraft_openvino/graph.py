@@ -25,12 +25,12 @@ from typing import Any
 from weakref import ref
 
 import numpy as np
-import openvino  # pyright: ignore[reportMissingImports]
+import openvino
 import torch
 import transformers
-from openvino import opset15 as ops  # pyright: ignore[reportMissingImports]
-from openvino.frontend.pytorch import ConversionExtension  # pyright: ignore[reportMissingImports]
-from openvino.op import _PagedAttentionExtension  # pyright: ignore[reportMissingImports]
+from openvino import opset15 as ops
+from openvino.frontend.pytorch import ConversionExtension
+from openvino.op import _PagedAttentionExtension  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface
@@ -262,7 +262,8 @@ def _compile(path: Path, dtype: torch.dtype, numbers: Sequence[int], threads: in
     options = {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": precision}  # the defaults round
     options |= {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1}
     try:
-        return core.compile_model(openvino.Model(results, parameters), "CPU", options), min(windows)
+        whole = openvino.Model(results, parameters)  # pyright: ignore[reportGeneralTypeIssues]
+        return core.compile_model(whole, "CPU", options), min(windows)
     except RuntimeError as error:
         raise ModelError(f"OpenVINO does not compile it: {str(error).strip().rpartition(chr(10))[2]}") from error
 

@@ -21,7 +21,7 @@ from operator import is_
 from typing import Any
 
 import numpy as np
-import openvino  # pyright: ignore[reportMissingImports]
+import openvino
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
