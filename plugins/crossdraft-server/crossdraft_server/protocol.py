@@ -177,8 +177,8 @@ def parse_request(pool: DecoderPool, fields: Any, *, chat: bool) -> CompletionRe
     kind = ChatBody if chat else CompletionBody
     fields = _supported(kind, fields)
     if (name := fields.get("model")) != pool.target.name:
-        given = "the request names no model" if name is None else f"model {quoted(name)} is not served"
-        raise InvalidRequestError(f"{given}; the model is {quoted(pool.target.name)}", "model", 404)
+        fault = "the request names no model" if name is None else f"model {quoted(name)} is not served"
+        raise InvalidRequestError(f"{fault}; the model is {quoted(pool.target.name)}", "model", 404)
     body = _validated(kind, fields)
     if body.stream_options.model_fields_set and not body.stream:
         raise InvalidRequestError("stream_options requires stream=true", "stream_options")
