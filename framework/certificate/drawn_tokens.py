@@ -55,7 +55,7 @@ def check_mean(
     verifier: StrategyLike = "sample-match",
 ) -> None:
     """Raise FaultError if drawn tokens do not follow q on average, over sequences of ``tokens`` tokens."""
-    counted, rule = Counted(), make_verifier(verifier)
+    counted, rule = Counted(tokens), make_verifier(verifier)
     decoder = build_decoder(context, build, rule, rng=CounterRng(), on_step=counted, max_new_tokens=tokens)
     for _ in decoder.run([prompts[i % len(prompts)] for i in range(sequences)]):
         if not counted.drafts:
@@ -79,14 +79,15 @@ class Counted:
     sequence of the slots has sums of its own, because what is right elsewhere hides deviations.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, length: int) -> None:
         self.drafts = self._tokens = 0  # drafts with a q, and emitted tokens
+        self._length = length  # tokens of a text
         self._sums: dict[Any, Any] = defaultdict(float)  # by (kept or all, part, node)
         self._squares: dict[Any, Any] = defaultdict(float)
 
     def __call__(self, event: StepEvent) -> None:
         done = self._tokens // len(event.prompts)  # of a slot
-        parts = ("whole", done * 4 // _TOKENS % 4, f"sequence {done // _TOKENS}")
+        parts = ("whole", done * 4 // self._length % 4, f"sequence {done // self._length}")
         self._tokens += sum(map(len, event.emitted))
         if event.draft.q is None or not event.draft.width:
             return

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from companions import needs_drafter
 from head_checkpoints import write_heads
 from test_drafters import TestDraftModel as DraftModel
 from test_drafters import TestIid as TwoDrafts
@@ -24,7 +25,6 @@ from test_heads import TestMedusaTree as MedusaTree
 from tiny_architectures import tiny
 from tiny_models import save_model
 
-from crossdraft.framework import plugins
 from crossdraft.framework.api.generate import pair_decoder
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.sampling import Sampling
@@ -67,11 +67,6 @@ class Family(settings.TinyModel):
         return self.target
 
 
-def need_drafter(drafter: Any) -> None:
-    if isinstance(drafter, str) and drafter not in plugins.entries("drafters"):
-        pytest.skip("needs crossdraft-drafters")
-
-
 def decoded(case: Any, setting: Any, batch_size: int, temperature: float) -> list[Any]:
     own = type("Case", (case,), {"setting": setting})  # decodes anew
     responses = own().decode(batch_size, temperature)
@@ -96,9 +91,12 @@ def heads(tmp_path_factory: Any) -> Path:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("case", [*CASES, EARLY_EXIT], ids=lambda case: case.__name__.removeprefix("Test"))
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(one, marks=needs_drafter(getattr(one.drafter, "name", one.drafter))) for one in (*CASES, EARLY_EXIT)],
+    ids=lambda case: case.__name__.removeprefix("Test"),
+)
 def test_llama(case: Any, temperature: float, heads: Path) -> None:
-    need_drafter(case.drafter)
     check_same(case, settings.TinyModel(), heads, temperature)
 
 
@@ -118,10 +116,16 @@ def test_families(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("drafter", "passes"),
-    [("prompt-lookup", "OpenVINO"), ("early-exit", "PyTorch, not OpenVINO: a drafter runs some of its layers")],
+    [
+        ("prompt-lookup", "OpenVINO"),
+        pytest.param(
+            "early-exit",
+            "PyTorch, not OpenVINO: a drafter runs some of its layers",
+            marks=needs_drafter("early-exit"),
+        ),
+    ],
 )
 def test_report_names_what_computed_the_passes(drafter: str, passes: str, tmp_path: Path, monkeypatch: Any) -> None:
-    need_drafter(drafter)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.jsonl").write_text('{"question_id": "q", "category": "a", "turns": ["w5 w6 w5"]}\n')
     recipe = {"question": "by which?", "target": save_model(tmp_path / "target"), "prompts": "prompts.jsonl"}
