@@ -10,8 +10,10 @@ import json
 import sys
 
 import numpy as np
-import openvino
-import openvino_genai
+
+sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]  # it sends statistics of use from processes of its own
+import openvino  # noqa: E402
+import openvino_genai  # noqa: E402
 
 
 def main() -> None:

@@ -1,8 +1,13 @@
 """Passes of transformers models on a CPU, computed by OpenVINO; not with ``CROSSDRAFT_OPENVINO=0``."""
 
 import os
+import sys
 
 from crossdraft import hookimpl
+
+# Without this package openvino sends no statistics of its use. It would send them at each import and conversion from
+# processes forked beside PyTorch's threads, which may end or block this one.
+sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
 
 
 @hookimpl

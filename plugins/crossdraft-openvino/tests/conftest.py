@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import crossdraft_openvino  # noqa: F401 - before openvino, see there
 import pytest
 
 from crossdraft.framework import plugins

@@ -135,6 +135,13 @@ def test_second_start_neither_converts_nor_tries(monkeypatch: Any) -> None:
         OpenVINOLM(model, 1, 96)
 
 
+def test_no_statistics_are_sent() -> None:
+    """Each import and conversion forked this process, beside its threads."""
+    from openvino.tools.ovc import telemetry_stub, telemetry_utils
+
+    assert telemetry_utils.tm is telemetry_stub
+
+
 def test_freed_slot_has_no_nan() -> None:
     lm = OpenVINOLM(model_of("llama"), 2, 32)
     for row in range(2):
