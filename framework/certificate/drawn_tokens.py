@@ -7,12 +7,12 @@ earlier draws, the indicator of a token minus its q has mean 0 for any shape of 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..api.build import StrategyLike, build_decoder, make_verifier
 from ..contracts.draft import Draft, take_rows
@@ -82,8 +82,7 @@ class Counted:
     def __init__(self, length: int) -> None:
         self.drafts = self._tokens = 0  # drafts with a q, and emitted tokens
         self._length = length  # tokens of a text
-        self._sums: dict[Any, Any] = defaultdict(float)  # by (kept or all, part, node)
-        self._squares: dict[Any, Any] = defaultdict(float)
+        self._sums: dict[int | str, Tensor] = {}  # by part: sums, squares ``[2, E, 2, 2 V]`` of kept, all
 
     def __call__(self, event: StepEvent) -> None:
         done = self._tokens // len(event.prompts)  # of a slot
@@ -96,19 +95,21 @@ class Counted:
         difference = (torch.zeros_like(probs).scatter_(2, tokens[..., None], 1.0) - probs).double()
         ranked = difference.gather(2, probs.argsort(2, descending=True))
         ranked = ranked * (probs.amax(2) - probs.masked_fill(probs <= 0, torch.inf).amin(2) > 1e-6)[..., None]
-        both = torch.cat([difference, ranked], 2)
-        for name, counts in (("kept", valid & busy), ("all", busy.expand_as(valid))):
-            selected = both * counts[..., None]
-            for node, (sums, squares) in enumerate(zip(selected.sum(0), selected.square().sum(0), strict=True)):
-                for part in parts:
-                    self._sums[name, part, node] += sums
-                    self._squares[name, part, node] += squares
+        both = torch.cat([difference, ranked], 2).transpose(0, 1)
+        counts = torch.stack([valid & busy, busy.expand_as(valid)]).permute(2, 0, 1).double()
+        added = torch.stack([counts @ both, counts @ both.square()])
+        for part in parts:
+            sums = self._sums.get(part, added[:, :0])
+            nodes = max(sums.shape[1], added.shape[1])
+            padded = [pad(each, (0, 0, 0, 0, 0, nodes - each.shape[1])) for each in (sums, added)]
+            self._sums[part] = padded[0] + padded[1]
         self.drafts += int(busy.sum())
 
     def deviation(self, name: Literal["kept", "all"]) -> float:
         """Largest deviation of a token in standard deviations, at least 5 because few terms are not significant."""
-        keys = [key for key in self._sums if key[0] == name]
-        return max(float((self._sums[k].abs() / self._squares[k].sqrt().clamp(min=5.0)).max()) for k in keys)
+        of = ("kept", "all").index(name)
+        parts = (part[:, :, of] for part in self._sums.values())
+        return max(float((sums.abs() / squares.sqrt().clamp(min=5.0)).max()) for sums, squares in parts)
 
 
 def draws(draft: Draft) -> tuple[Tensor, Tensor, Tensor]:
