@@ -74,6 +74,8 @@ def handled(handler: Callable[..., None], forget: Callable[[], None] = lambda: N
     # Signals ignored by the parent (nohup, a background job) stay ignored; None is a handler not set by Python.
     numbers = [number for number in _SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
 
+    # `interrupt_main` does not end a sleep or a wait, but Windows has nothing else.
+    send = getattr(signal, "pthread_kill", lambda _, number: _thread.interrupt_main(number))
     old_handlers, old_hook = [signal.signal(number, handler) for number in numbers], sys.unraisablehook
 
     def hook(ignored: sys.UnraisableHookArgs) -> None:
@@ -81,7 +83,7 @@ def handled(handler: Callable[..., None], forget: Callable[[], None] = lambda: N
             old_hook(ignored)
             return
         forget()
-        threading.Timer(0.01, _thread.interrupt_main, numbers[:1]).start()  # a signal now would be ignored again
+        threading.Timer(0.01, send, (threading.main_thread().ident, numbers[0])).start()  # a signal now would be ignored again
 
     sys.unraisablehook = hook
     try:

@@ -1,7 +1,7 @@
 """Signals end a run, also where Python ignores the exceptions that they raise."""
 
 import signal
-import time
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -19,8 +19,13 @@ class Finalised:
 
 @pytest.mark.parametrize("block", [interrupts.interrupting, interrupts.saving_interrupts])
 def test_signal_in_a_finaliser_is_delivered_after_it(block: Callable[[], AbstractContextManager[None]]) -> None:
+    late = threading.Event()
+    timer = threading.Timer(10, late.set)
+    timer.start()
     with block():
         with pytest.raises(KeyboardInterrupt):
             Finalised()
-            time.sleep(10)
+            late.wait()
         assert interrupts.user_interrupted()
+    timer.cancel()
+    assert not late.is_set()  # it ends a wait
