@@ -83,7 +83,8 @@ def handled(handler: Callable[..., None], forget: Callable[[], None] = lambda: N
             old_hook(ignored)
             return
         forget()
-        threading.Timer(0.01, send, (threading.main_thread().ident, numbers[0])).start()  # a signal now would be ignored again
+        # A signal now would be ignored again.
+        threading.Timer(0.01, send, (threading.main_thread().ident, numbers[0])).start()
 
     sys.unraisablehook = hook
     try:
