@@ -38,4 +38,5 @@ def estimate_text(estimate: Estimate | None, sign: str = "", digits: int = 2) ->
 
 
 def percent_text(share: float, sign: str = "") -> str:
+    """Share in percent, with one decimal."""
     return f"{100 * share:{sign}.1f} %"

@@ -24,14 +24,17 @@ Keys = Mapping[str, "Key | Keys"]
 
 
 def read_keys(*names: str) -> dict[str, Key]:
+    """Keys that are read."""
     return dict.fromkeys(names, Key("read"))
 
 
 def unused_keys(reason: str, *names: str) -> dict[str, Key]:
+    """Keys without effect."""
     return dict.fromkeys(names, Key("none", reason))
 
 
 def refused_keys(reason: str, **neutral: tuple[Any, ...]) -> dict[str, Key]:
+    """Keys that are refused unless their value is neutral."""
     return {name: Key("refused", reason, values) for name, values in neutral.items()}
 
 

@@ -16,9 +16,9 @@ import numpy as np
 from scipy import stats
 
 from crossdraft import Estimate, UsageError
-from crossdraft.framework.metrics.intervals import (
+from crossdraft.framework.metrics.intervals import FREEDOM
+from crossdraft.runs import (
     CONFIDENCE,
-    FREEDOM,
     LEAST_PIECES,
     Noise,
     bounded_estimate,

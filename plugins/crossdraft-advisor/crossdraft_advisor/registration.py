@@ -107,7 +107,7 @@ crossdraft_register_machines = _hook(
 def crossdraft_summary_written(summary: Any) -> None:
     """Write the cost tables of the engines of a run into its directory."""
     if any(result.config.engine is not None for result in summary.results):
-        from crossdraft.framework.runs.run_directory import RunDirectory
+        from crossdraft.runs import RunDirectory
 
         from .cost.tables import cost_tables
 

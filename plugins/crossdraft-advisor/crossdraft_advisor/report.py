@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from crossdraft import Estimate, Table
-from crossdraft.framework.util.estimate import percent_text
+from crossdraft.runs import percent_text
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from crossdraft import printable
+from crossdraft.commands import fault
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.launcher import Launcher, Work, Worker
-from crossdraft.framework.contracts.options import fault
-from crossdraft.framework.errors import CrossdraftError, UsageError, printable
+from crossdraft.framework.errors import CrossdraftError, UsageError
 from crossdraft.framework.models.placement import SPREAD
 from crossdraft.framework.runs.interrupts import user_interrupted
-from crossdraft.framework.runs.records import CellResult, Outcome
-from crossdraft.framework.runs.run_directory import RunDirectory
 from crossdraft.framework.runs.shards import FILE, Shard, merge_environments
 from crossdraft.framework.runs.state import Reporter
+from crossdraft.runs import CellResult, Outcome, RunDirectory
 
 #: Seconds between two polls of the workers.
 POLL_INTERVAL = 0.2

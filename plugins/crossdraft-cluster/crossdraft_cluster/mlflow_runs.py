@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from crossdraft import first_line, need
 from crossdraft.framework.contracts.hookspecs import hookimpl
-from crossdraft.framework.errors import UsageError, first_line
-from crossdraft.framework.util.extras import need
+from crossdraft.framework.errors import UsageError
 
 from .numbers import numbers, options, title
 

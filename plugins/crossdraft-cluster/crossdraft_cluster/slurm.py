@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from crossdraft import first_line, need
 from crossdraft.framework.contracts.launcher import Launcher, LauncherConfig, Work, Worker
-from crossdraft.framework.errors import UsageError, first_line
-from crossdraft.framework.util.extras import need
+from crossdraft.framework.errors import UsageError
 from crossdraft.framework.util.stored_code import own_directory
 
 

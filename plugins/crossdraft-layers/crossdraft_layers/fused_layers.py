@@ -27,10 +27,9 @@ from torch.nn import functional
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from crossdraft import cache_argument, need
 from crossdraft.framework.contracts.models import ModelPreparation
 from crossdraft.framework.lm.attention.sdpa import in_own_attention
-from crossdraft.framework.util.cache_argument import cache_argument
-from crossdraft.framework.util.extras import need
 
 logger = logging.getLogger(__name__)
 

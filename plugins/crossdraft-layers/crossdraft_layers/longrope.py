@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from crossdraft.framework.contracts.lm import Fork
 from crossdraft.framework.contracts.models import ModelPreparation
 from crossdraft.framework.errors import ModelError
-from crossdraft.framework.lm.architectures import longrope_boundary, needs_trial, outgrows_longrope, text_config
-from crossdraft.framework.lm.forward_pass import ForwardPass
-from crossdraft.framework.lm.ragged_lm import RaggedLM, borrowed
+from crossdraft.framework.lm.architectures import longrope_boundary, needs_trial, outgrows_longrope
+from crossdraft.framework.lm.ragged_lm import borrowed
 from crossdraft.framework.lm.transformers_lm import check_model
 from crossdraft.framework.util.tensors import ancestor_mask, on_device
+from crossdraft.models import ForwardPass, RaggedLM, text_config
 
 _thread = threading.local()
 

@@ -22,13 +22,12 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.cache_utils import Cache
 
+from crossdraft import cache_argument
 from crossdraft.framework.contracts.models import ModelPreparation
 from crossdraft.framework.errors import ModelError
 from crossdraft.framework.lm.architectures import recurrent_layers
-from crossdraft.framework.lm.kv_cache import RaggedCache, WritePlan
-from crossdraft.framework.lm.layer_surgery import close
-from crossdraft.framework.util.cache_argument import cache_argument
 from crossdraft.framework.util.tensors import counting, on_device
+from crossdraft.models import RaggedCache, WritePlan, close
 
 from .recurrent_layers import Adapter, extend_modules, keep_states, recurrent_modules
 

@@ -36,11 +36,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface
 
 from crossdraft.framework.errors import ModelError
-from crossdraft.framework.lm.architectures import text_config
-from crossdraft.framework.lm.layer_surgery import recorded
 from crossdraft.framework.models.device import cpu_model
 from crossdraft.framework.util.output_files import cache_dir
 from crossdraft.framework.util.stored_code import own_directory
+from crossdraft.models import recorded, text_config
 
 #: Tokens of a block of keys and values.
 BLOCK = 32

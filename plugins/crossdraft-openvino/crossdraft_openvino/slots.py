@@ -29,14 +29,21 @@ from torch.nn.utils.rnn import pad_sequence
 from crossdraft.framework.bench.memory import total_memory
 from crossdraft.framework.contracts.models import ModelPreparation
 from crossdraft.framework.errors import CrossdraftError, ModelError
-from crossdraft.framework.lm.architectures import TRIAL_LENGTH, refuse_unsupported, text_config, trial
-from crossdraft.framework.lm.attention_masks import AttentionMasks
-from crossdraft.framework.lm.forward_pass import ForwardPass, ModelDims, prepare
-from crossdraft.framework.lm.kv_cache import RaggedCache, WritePlan
-from crossdraft.framework.lm.layer_surgery import close, resolved
-from crossdraft.framework.lm.ragged_lm import RaggedLM
+from crossdraft.framework.lm.architectures import TRIAL_LENGTH, refuse_unsupported, trial
+from crossdraft.framework.lm.forward_pass import prepare
+from crossdraft.framework.lm.layer_surgery import resolved
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 from crossdraft.framework.util.tensors import ancestor_mask, counting
+from crossdraft.models import (
+    AttentionMasks,
+    ForwardPass,
+    ModelDims,
+    RaggedCache,
+    RaggedLM,
+    WritePlan,
+    close,
+    text_config,
+)
 
 from .graph import BLOCK, FIRST_CACHE, PRECISIONS, ModelGraph, state
 

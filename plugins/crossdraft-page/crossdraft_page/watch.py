@@ -13,9 +13,9 @@ from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from crossdraft.framework.cost.load_run import read_runs
+from crossdraft.commands import is_loopback_header
 from crossdraft.framework.errors import CrossdraftError, UsageError
-from crossdraft.framework.util.loopback import is_loopback_header
+from crossdraft.runs import read_runs
 
 from .html.document import html_page
 

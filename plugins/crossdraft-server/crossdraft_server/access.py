@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from crossdraft.framework.errors import quoted
-from crossdraft.framework.util.loopback import is_loopback_header
+from crossdraft import quoted
+from crossdraft.commands import is_loopback_header
 
 from .errors import error_response
 

@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from crossdraft.framework.cli.options.sampling import SamplingOptions
-from crossdraft.framework.cli.options.trust import TrustOptions
+from crossdraft.commands import MOST_ROWS, MOST_TOKENS, PREFILL_TOKENS, SamplingOptions, TrustOptions
 from crossdraft.framework.contracts.command import Argument, Command
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.util.limits import MOST_ROWS, MOST_TOKENS, PREFILL_TOKENS
 
 if TYPE_CHECKING:
     from crossdraft.framework.contracts.models import LoadedModel
-    from crossdraft.framework.engine.decoder import Decoder
+    from crossdraft.models import Decoder
 
     from .decoder_pool import DecoderPool
 
@@ -68,7 +66,7 @@ class Serve(SamplingOptions, TrustOptions, Command):
 
     def run(self) -> int:
         """Return 0 after Ctrl-C or SIGTERM. Raises UsageError for a port in use."""
-        from crossdraft.framework.util.loopback import is_loopback
+        from crossdraft.commands import is_loopback
 
         from .app import server
 
@@ -108,10 +106,10 @@ class Serve(SamplingOptions, TrustOptions, Command):
 
     def build_pool(self) -> DecoderPool:
         """Load the target and return the decoders for the chosen drafter and verifier. Raises UsageError."""
-        from crossdraft.framework.api.build import configured, load_draft_model
-        from crossdraft.framework.api.generate import compatible_pair, pair_decoder
+        from crossdraft.framework.api.generate import compatible_pair
         from crossdraft.framework.models.load import load_model
-        from crossdraft.framework.recipe.recipe import Strategy
+        from crossdraft.models import configured, load_draft_model, pair_decoder
+        from crossdraft.runs import Strategy
 
         from .decoder_pool import DecoderPool
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.engine.decoder import Decoder
+from crossdraft.models import Decoder
 
 #: Decoders kept besides the default one. Each has its own slots (KV cache) and its own drafter state.
 MAX_EXTRA_DECODERS = 3

@@ -10,14 +10,15 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from crossdraft import quoted
+from crossdraft.commands import Options, fault
 from crossdraft.framework.api.generate import check_ids
 from crossdraft.framework.api.generate_args import check_text
 from crossdraft.framework.contracts.constraint import Constraint, checked_constraint
-from crossdraft.framework.contracts.options import Options, fault
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.contracts.steps import Request
-from crossdraft.framework.errors import CrossdraftError, UsageError, quoted
-from crossdraft.framework.models.chat import encode_messages, encode_text, template_message
+from crossdraft.framework.errors import CrossdraftError, UsageError
+from crossdraft.models import encode_messages, encode_text, template_message
 
 from .decoder_pool import DecoderPool
 from .tools import CallFormat, Tool, ToolCall, call_format, tool_call

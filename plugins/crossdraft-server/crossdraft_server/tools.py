@@ -14,9 +14,10 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict
 
+from crossdraft import quoted
+from crossdraft.commands import Options
 from crossdraft.framework.contracts.models import LoadedModel
-from crossdraft.framework.contracts.options import Options
-from crossdraft.framework.errors import UsageError, quoted
+from crossdraft.framework.errors import UsageError
 
 #: Response templates for chat templates with ``<tool_call>``: a JSON object with name and arguments (Hermes, Qwen), or
 #: a tag for each parameter (Qwen3-Coder, Qwen3.5).

@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from crossdraft.framework.api.build import build_decoder
-from crossdraft.framework.contracts.rng import CounterRng
+from crossdraft import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.contracts.steps import StepEvent
-from crossdraft.framework.engine.decoder import Decoder
 from crossdraft.framework.errors import CrossdraftError
 from crossdraft.framework.lm.idle import free_idle
 from crossdraft.framework.plugins import get
+from crossdraft.models import Decoder, build_decoder
 from crossdraft.testing import Setting, TinyModel, Toys
 
 from .simulated_device import Counts, device, host_only

@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from crossdraft.framework.api.generate import generate
 from crossdraft.framework.contracts.models import LoadedModel
-from crossdraft.framework.models.chat import encode
-from crossdraft.framework.models.digests import weights_sha256
-from crossdraft.framework.models.resolve import resolve
 from crossdraft.framework.recipe.prompts import Prompt
 from crossdraft.framework.util.table import Table
+from crossdraft.models import encode, resolve, weights_sha256
 
 from .contract import Text, public
 from .files import replace_text

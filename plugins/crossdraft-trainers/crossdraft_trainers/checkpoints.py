@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from typing_extensions import TypedDict  # typing's needs Python 3.12 here
 
-from crossdraft.framework.contracts.options import fault
+from crossdraft.commands import fault
 from crossdraft.framework.errors import UsageError
 
 from .files import replace

@@ -10,10 +10,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from crossdraft.commands import Options, TrustOptions, add_options, parsed
 from crossdraft.framework import plugins
-from crossdraft.framework.cli.options.trust import TrustOptions
-from crossdraft.framework.contracts.command import Argument, add_options, parsed
-from crossdraft.framework.contracts.options import Options
+from crossdraft.framework.contracts.command import Argument
 from crossdraft.framework.errors import ContractError, UsageError
 
 from .export import Export
@@ -160,9 +159,8 @@ def _run(config: type[Options], args: argparse.Namespace) -> int:
     steps = None if _searches(config) else parsed(StepOptions, vars(args))
     options.trusted([options.target])
 
-    from crossdraft.framework.models.device import pick_device, pick_dtype
-    from crossdraft.framework.models.resolve import resolve
     from crossdraft.framework.recipe.prompts import load_prompts, refuse_constraints
+    from crossdraft.models import pick_device, pick_dtype, resolve
 
     from .files import check_directory, claim_directory
 

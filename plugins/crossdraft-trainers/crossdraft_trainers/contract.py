@@ -22,9 +22,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from crossdraft.commands import Options
 from crossdraft.framework.contracts.lm import LM
 from crossdraft.framework.contracts.models import LoadedModel
-from crossdraft.framework.contracts.options import Options
 from crossdraft.framework.errors import UsageError
 
 

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from crossdraft.commands import output_folder
 from crossdraft.framework import plugins
-from crossdraft.framework.cli.options.run import output_folder
 from crossdraft.framework.contracts.command import Argument, Command
 from crossdraft.framework.errors import UsageError
 
@@ -34,7 +34,7 @@ class Export(Command):
             raise UsageError(f"--out {out}: is not empty; use a new directory, or add --force to replace its files")
 
         from crossdraft.framework.models.load import load_model
-        from crossdraft.framework.models.resolve import resolve
+        from crossdraft.models import resolve
 
         from .files import staged
 

@@ -11,7 +11,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.lm.layer_surgery import recorded
+from crossdraft.models import recorded
 
 from .contract import Batch, Text
 from .texts import pad

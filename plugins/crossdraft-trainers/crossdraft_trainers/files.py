@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from crossdraft.framework.cli.options.run import output_folder
+from crossdraft.commands import kind_of, output_folder, path_of, replacing
 from crossdraft.framework.errors import CrossdraftError, UsageError
 from crossdraft.framework.models.configs import COMPACT_WEIGHTS, INDEX, SHARED
-from crossdraft.framework.util.input_files import kind_of, path_of, refuse_special_files
-from crossdraft.framework.util.output_files import PART, replacing
+from crossdraft.framework.util.input_files import refuse_special_files
+from crossdraft.framework.util.output_files import PART
 
 #: Name prefix of a staging directory.
 _ASIDE = ".export-"

@@ -10,7 +10,7 @@ from threading import Event, Thread
 
 from tqdm import tqdm
 
-from crossdraft.framework.runs.labels import duration
+from crossdraft.runs import duration
 
 #: Seconds between two lines.
 INTERVAL = 10.0

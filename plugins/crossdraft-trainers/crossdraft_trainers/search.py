@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from crossdraft.framework.api.build import make_slots
-from crossdraft.framework.contracts.models import TRANSFORMERS, LoadedModel
+from crossdraft.commands import CONFIG_BYTES, read_json
+from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import ModelError, NumericalError, UsageError
-from crossdraft.framework.util.input_files import read_json
-from crossdraft.framework.util.limits import CONFIG_BYTES
 from crossdraft.framework.util.tensors import on_device
+from crossdraft.models import TRANSFORMERS, make_slots
 
 from .contract import SearchConfig, Text
 from .files import replace_text

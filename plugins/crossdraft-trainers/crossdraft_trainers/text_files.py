@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from crossdraft.commands import LINE_BYTES, RESPONSE_FILE_BYTES, parse_json, read_lines
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.util.input_files import parse_json, read_lines
-from crossdraft.framework.util.limits import LINE_BYTES, RESPONSE_FILE_BYTES
 
 from .contract import Text
 from .writer import Chat

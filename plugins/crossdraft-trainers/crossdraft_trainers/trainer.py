@@ -25,10 +25,9 @@ from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm
 
-from crossdraft.framework.contracts.models import TRANSFORMERS, LoadedModel
+from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.errors import NumericalError, UsageError
-from crossdraft.framework.models.digests import weights_sha256
-from crossdraft.framework.models.resolve import resolve
+from crossdraft.models import TRANSFORMERS, resolve, weights_sha256
 
 from .checkpoints import Checkpoint, check_weights, load, load_optimizer
 from .contract import Text, TrainingConfig

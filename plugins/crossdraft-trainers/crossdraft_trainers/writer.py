@@ -6,12 +6,11 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 from typing import Any
 
-from crossdraft.framework.api.build import TargetContext, build_decoder, configured, make_slots
+from crossdraft import CounterRng
 from crossdraft.framework.contracts.models import LoadedModel
-from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.lm.recomputing_lm import scoring_slots
+from crossdraft.models import TargetContext, build_decoder, configured, make_slots, scoring_slots
 
 from .heartbeat import doing
 

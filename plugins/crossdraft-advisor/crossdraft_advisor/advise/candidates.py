@@ -19,19 +19,15 @@ from functools import lru_cache
 
 from pydantic import ValidationError
 
-from crossdraft import Estimate, Sampling, UsageError
+from crossdraft import Estimate, Sampling, UsageError, incompatible
+from crossdraft.commands import fault, permits
 from crossdraft.framework import plugins
-from crossdraft.framework.api.build import configured
-from crossdraft.framework.contracts.options import fault, permits
-from crossdraft.framework.contracts.verifier import incompatible, not_shortenable
-from crossdraft.framework.cost.curve import CostCurve, Curve
+from crossdraft.framework.contracts.verifier import not_shortenable
 from crossdraft.framework.cost.finished_cells import curves_of, shorter_refusal, statistics
 from crossdraft.framework.cost.prediction import CellStatistics, Prediction, predict
-from crossdraft.framework.metrics.cell_metrics import Metrics, uncut_steps
-from crossdraft.framework.recipe.recipe import CellConfig
-from crossdraft.framework.runs.labels import group_title
-from crossdraft.framework.runs.marks import mark_of
-from crossdraft.framework.runs.records import CellResult
+from crossdraft.framework.metrics.cell_metrics import uncut_steps
+from crossdraft.models import configured
+from crossdraft.runs import CellConfig, CellResult, CostCurve, Curve, Metrics, group_title, mark_of
 
 from ..cost.step_cost import SpeedPoint, StepCost, published_prior, speed_up_of
 from ..engines.acceptance import UNKNOWN_PAIR, Acceptance

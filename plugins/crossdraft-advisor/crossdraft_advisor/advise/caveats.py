@@ -6,9 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from crossdraft.framework.cost.curve import CostCurve
-from crossdraft.framework.runs.records import CellResult
-from crossdraft.framework.util.estimate import estimate_text
+from crossdraft.runs import CellResult, CostCurve, estimate_text
 
 from ..engines.acceptance import EACH_LENGTH, WINDOWS, Acceptance
 from ..engines.engine import Engine, Settings

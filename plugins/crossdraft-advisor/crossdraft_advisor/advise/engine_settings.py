@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from crossdraft.framework import plugins
-from crossdraft.framework.cost.load_run import FinishedRun, titles_of
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.runs.labels import group_title
-from crossdraft.framework.runs.marks import mark_of
+from crossdraft.runs import FinishedRun, group_title, mark_of, titles_of
 
 from ..engines.engine import Range, Schedule
 from .candidates import acceptance_of

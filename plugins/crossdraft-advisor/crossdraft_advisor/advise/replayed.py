@@ -8,7 +8,7 @@ from typing import Any
 
 from crossdraft import Sampling, UsageError
 from crossdraft.framework import plugins
-from crossdraft.framework.runs.labels import counted
+from crossdraft.runs import counted
 
 from ..engines.acceptance import EACH_LENGTH, Acceptance
 from ..engines.engine import not_servable

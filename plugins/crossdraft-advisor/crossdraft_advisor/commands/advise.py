@@ -11,13 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field, model_validator
 
 from crossdraft import MOST_LEVELS, Argument, Command, Table, UnknownNameError, UsageError
+from crossdraft.commands import MOST_PROMPTS, MOST_TOKENS, BatchSizes, Contexts, JsonOptions, TrustOptions, kind_of
 from crossdraft.framework import plugins
-from crossdraft.framework.cli.options.machine import BatchSizes, Contexts
-from crossdraft.framework.cli.options.run import JsonOptions
-from crossdraft.framework.cli.options.trust import TrustOptions
-from crossdraft.framework.util.estimate import estimate_text
-from crossdraft.framework.util.input_files import kind_of
-from crossdraft.framework.util.limits import MOST_PROMPTS, MOST_TOKENS
+from crossdraft.runs import estimate_text
 
 from ..engines.acceptance import Acceptance
 from ..engines.engine import Schedule, Settings, not_servable
@@ -199,8 +195,7 @@ def _kinds(args: Advise) -> tuple[list[str], list[CounterSource]]:
 
 def _candidates(args: Advise, runs: Sequence[str], texts: Sequence[CounterSource], remarks: Remarks) -> list[Candidate]:
     """The candidates of finished runs and of other sources."""
-    from crossdraft.framework.cost.curve import stored_curves
-    from crossdraft.framework.cost.load_run import read_run
+    from crossdraft.runs import read_run, stored_curves
 
     from ..advise.candidates import imported, of_run, pair_of
 

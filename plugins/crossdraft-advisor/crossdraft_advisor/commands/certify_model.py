@@ -14,11 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field
 
 from crossdraft import Argument, Command, Table, UsageError
-from crossdraft.framework.cli.options.run import ForceOptions, JsonOptions, output_folder
-from crossdraft.framework.cli.options.sampling import SamplingOptions
-from crossdraft.framework.cli.options.trust import TrustOptions
-from crossdraft.framework.util.limits import MOST_SEED
-from crossdraft.framework.util.output_files import check_output, writing_output
+from crossdraft.commands import (
+    MOST_SEED,
+    ForceOptions,
+    JsonOptions,
+    SamplingOptions,
+    TrustOptions,
+    check_output,
+    output_folder,
+    writing_output,
+)
 
 from ..report import Report
 
@@ -93,7 +98,7 @@ def _run(options: CertifyModel) -> int:
     prompts, decode = _prompts(options, drafter, sampling)
     from tqdm import tqdm
 
-    from crossdraft.framework.contracts.rng import CounterRng
+    from crossdraft import CounterRng
 
     results_by_prompt, seconds = [], []
     total = len(prompts) * len(cases) * options.draws
@@ -144,9 +149,8 @@ def _prompts(
     options: CertifyModel, drafter: str, sampling: Sampling
 ) -> tuple[list[PromptDistributions], Callable[[int], str]]:
     """Both models' next-token distributions after every prompt, and a function that decodes a token."""
-    from crossdraft.framework.api.build import TargetContext, load_draft_model, make_slots
-    from crossdraft.framework.models.chat import encode
     from crossdraft.framework.models.load import load_model
+    from crossdraft.models import TargetContext, encode, load_draft_model, make_slots
 
     from ..samples.first_token_check import PromptDistributions, next_token_probs
 

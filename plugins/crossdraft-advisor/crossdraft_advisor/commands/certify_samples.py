@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field
 
 from crossdraft import Argument, Command, Table, UsageError
-from crossdraft.framework.cli.options.sampling import SamplingOptions
-from crossdraft.framework.cli.options.trust import TrustOptions
+from crossdraft.commands import SamplingOptions, TrustOptions
 
 from ..limits import LEAST_DEVIATION
 from ..report import Report
@@ -126,9 +125,8 @@ class CertifySamples(SamplingOptions, TrustOptions, Command):
 
     def _distributions(self, all_draws: Sequence[Draws], trees: Sequence[TokenTree]) -> Distributions:
         """The target's distribution at every position of the draws, from the file or from the model."""
-        from crossdraft.framework.api.build import make_slots
-        from crossdraft.framework.models.chat import encode
         from crossdraft.framework.models.load import load_model
+        from crossdraft.models import encode, make_slots
 
         from ..samples.foreign_samples import check_vocabulary, file_distributions
         from ..samples.token_tree import distributions

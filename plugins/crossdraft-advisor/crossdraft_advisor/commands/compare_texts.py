@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
-from crossdraft.framework.cli.options.run import JsonOptions
-from crossdraft.framework.cli.options.trust import TrustOptions
+from crossdraft import quoted
+from crossdraft.commands import JsonOptions, TrustOptions
 from crossdraft.framework.contracts.command import Argument, Command
-from crossdraft.framework.errors import UsageError, quoted
-from crossdraft.framework.runs.labels import counted
+from crossdraft.framework.errors import UsageError
+from crossdraft.runs import counted
 
 from ..report import Report, right
 
@@ -64,8 +64,8 @@ class CompareTexts(TrustOptions, JsonOptions, Command):
 
     def run(self) -> int:
         """Return 0 if all texts are the target's, up to ties, 1 if one is not, 3 if prompts or lengths differ."""
-        from crossdraft.framework.models.device import tie_of
         from crossdraft.framework.models.load import load_model
+        from crossdraft.models import tie_of
 
         trust = self.target in self.trusted([self.target])
         sides = [_responses(source, self.target, trust) for source in (self.a, self.b)]
@@ -152,7 +152,7 @@ def _compared(name: str, pair: tuple[Response, Response], gaps: tuple[np.ndarray
 
 
 def _check_tokens(responses: Sequence[Response], target: LoadedModel) -> None:
-    from crossdraft.framework.api.build import make_slots
+    from crossdraft.models import make_slots
 
     size = make_slots(target, 1, 1).vocab_size
     for response in responses:

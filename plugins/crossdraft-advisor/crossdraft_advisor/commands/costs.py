@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 from pydantic import Field, model_validator
 
 from crossdraft import Argument, UsageError
+from crossdraft.commands import MOST_TOKENS
 from crossdraft.framework.cli.options.machine import MachineOptions
-from crossdraft.framework.util.limits import MOST_TOKENS
 
 if TYPE_CHECKING:
-    from crossdraft.framework.cost.curve import Curve
+    from crossdraft.runs import Curve
 
     from ..advise.caveats import Remarks
 
@@ -101,7 +101,7 @@ class CostOptions(MachineOptions):
 
 def _stored_curve(name: str, remarks: Remarks) -> Curve:
     """The latest cost curve of a model measured by ``crossdraft cost``."""
-    from crossdraft.framework.cost.curve import stored_curves
+    from crossdraft.runs import stored_curves
 
     curves = [curve for curve in stored_curves() if curve.model == name]
     if not curves:

@@ -11,10 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from crossdraft import Argument, Command, Sampling, UsageError
-from crossdraft.framework.cli.options.run import JsonOptions
-from crossdraft.framework.cli.options.sampling import SamplingOptions
-from crossdraft.framework.cli.options.trust import TrustOptions
-from crossdraft.framework.util.limits import MOST_PROMPTS, MOST_TOKENS
+from crossdraft.commands import MOST_PROMPTS, MOST_TOKENS, JsonOptions, SamplingOptions, TrustOptions
 
 from ..engines.counter_definitions import DEFINITIONS
 from ..limits import MOST_REPLAYED
@@ -22,7 +19,7 @@ from ..replay.baseline_responses import baseline_responses, duration
 from ..report import Report, log
 
 if TYPE_CHECKING:
-    from crossdraft.framework.api.build import Configured
+    from crossdraft.models import Configured
 
     from ..diagnosis.readings import Setup
     from ..diagnosis.trials import Trial
@@ -92,8 +89,8 @@ class Diagnose(SamplingOptions, TrustOptions, JsonOptions, Command):
         if not self.target:
             signatures_of(self.counters).emit(self)
             return 0
-        from crossdraft.framework.api.build import configured
-        from crossdraft.framework.recipe.recipe import Strategy
+        from crossdraft.models import configured
+        from crossdraft.runs import Strategy
 
         from ..diagnosis.report import files_of
 
@@ -108,7 +105,7 @@ def _replayed(args: Diagnose, drafter: Configured) -> Report:
 
     Raises UsageError: a drafter that cannot be replayed, or sources that cannot be read.
     """
-    from crossdraft.framework.models.checkpoint import load_checkpoint
+    from crossdraft.models import load_checkpoint
 
     from ..diagnosis import report
     from ..diagnosis.counters import differences, likelihoods, read_counters

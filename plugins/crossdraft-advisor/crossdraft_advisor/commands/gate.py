@@ -9,16 +9,12 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from crossdraft import Argument, Command, Table, UsageError
-from crossdraft.framework.cli.options.run import JsonOptions, one_run
-from crossdraft.framework.cost.load_run import FinishedRun
-from crossdraft.framework.errors import printable
+from crossdraft import Argument, Command, Table, UsageError, printable
+from crossdraft.commands import JsonOptions, kind_of, parse_json, path_of, read_text
+from crossdraft.framework.cli.options.run import one_run
 from crossdraft.framework.metrics.cell_metrics import sums_by_prompt, uncut_steps
-from crossdraft.framework.metrics.intervals import LEAST_PIECES
 from crossdraft.framework.report.comparison import compare_runs
-from crossdraft.framework.runs.labels import group_title
-from crossdraft.framework.util.estimate import percent_text
-from crossdraft.framework.util.input_files import kind_of, parse_json, path_of, read_text
+from crossdraft.runs import LEAST_PIECES, FinishedRun, group_title, percent_text
 
 from ..engines.acceptance import Acceptance
 from ..engines.formats import read_acceptances

@@ -9,12 +9,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from crossdraft import Argument, Command, Table, UsageError
-from crossdraft.framework.cli.options.run import JsonOptions
-from crossdraft.framework.cli.options.trust import TrustOptions
-from crossdraft.framework.runs.labels import counted
-from crossdraft.framework.util.estimate import estimate_text
-from crossdraft.framework.util.input_files import kind_of
-from crossdraft.framework.util.limits import MOST_DEVICES, MOST_REPEATS, MOST_ROWS, MOST_TOKENS
+from crossdraft.commands import MOST_ROWS, MOST_TOKENS, JsonOptions, TrustOptions, kind_of
+from crossdraft.framework.util.limits import MOST_DEVICES, MOST_REPEATS
+from crossdraft.runs import counted, estimate_text
 
 from ..limits import MOST_REPLAYED, MOST_REQUESTS
 from ..report import Report, right
@@ -214,7 +211,7 @@ def _pool(args: Simulate, remarks: Remarks) -> tuple[Pool, str, str]:
 
 
 def _cost(args: Simulate, draft_model: str, remarks: Remarks) -> StepCost:
-    from crossdraft.framework.cost.curve import CostCurve
+    from crossdraft.runs import CostCurve
 
     from ..cost.step_cost import StepCost as PublishedCost
     from ..cost.tables import read_cost_table

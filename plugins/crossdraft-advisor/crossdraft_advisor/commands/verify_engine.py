@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field
 
 from crossdraft import Argument, Command, Table, UsageError
-from crossdraft.framework.cli.options.run import JsonOptions
-from crossdraft.framework.cli.options.trust import ProgramOptions, TrustOptions
+from crossdraft.commands import JsonOptions, ProgramOptions, TrustOptions
 
 from ..limits import LEAST_DEVIATION
 from ..report import Report
 
 if TYPE_CHECKING:
-    from crossdraft.framework.runs.records import Outcome
+    from crossdraft.runs import Outcome
 
     from ..samples.engine_checks import CellCheck
 
@@ -50,7 +49,7 @@ class VerifyEngine(TrustOptions, ProgramOptions, JsonOptions, Command):
     def run(self) -> int:
         """Return 0 if every cell is verified, 1 if one is not, 3 if one needs more draws."""
         from crossdraft.framework.models.load import load_model
-        from crossdraft.framework.runs.run_directory import RunDirectory
+        from crossdraft.runs import RunDirectory
 
         from ..samples.engine_checks import check_cell
 
@@ -80,7 +79,7 @@ class VerifyEngine(TrustOptions, ProgramOptions, JsonOptions, Command):
         return EXIT["no" if "no" in outcomes else "undecided" if "undecided" in outcomes else "yes"]
 
     def _finished(self) -> tuple[Outcome, frozenset[str]]:
-        from crossdraft.framework.cost.load_run import read_run
+        from crossdraft.runs import read_run
 
         if self.model_fields_set & _RUN_OPTIONS:
             raise UsageError(

@@ -24,11 +24,12 @@ from statistics import mean, median
 import numpy as np
 from scipy import stats
 
-from crossdraft.framework.cost.curve import CostCurve, Point
-from crossdraft.framework.errors import UsageError, first_line
-from crossdraft.framework.runs.records import CellResult
-from crossdraft.framework.util.input_files import path_of, read_json, read_text
-from crossdraft.framework.util.limits import CONFIG_BYTES, MOST_POINTS, MOST_TOKENS
+from crossdraft import first_line
+from crossdraft.commands import CONFIG_BYTES, MOST_TOKENS, path_of, read_json, read_text
+from crossdraft.framework.cost.curve import Point
+from crossdraft.framework.errors import UsageError
+from crossdraft.framework.util.limits import MOST_POINTS
+from crossdraft.runs import CellResult, CostCurve
 
 _COLUMNS = ["batch_size", "width", "context", "seconds"]
 

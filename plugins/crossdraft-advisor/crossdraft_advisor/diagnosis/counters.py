@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from crossdraft.framework.errors import UsageError, quoted
+from crossdraft import quoted
+from crossdraft.framework.errors import UsageError
 from crossdraft.framework.util.table import Table
 
 from ..engines.acceptance import Acceptance

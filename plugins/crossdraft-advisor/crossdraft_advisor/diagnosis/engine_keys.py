@@ -10,10 +10,9 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from crossdraft.commands import Options, read_yaml
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.models import Checkpoint
-from crossdraft.framework.contracts.options import Options
-from crossdraft.framework.recipe.yaml_errors import read_yaml
 
 #: Nested configs of a head's layers, or of the target that an MTP module is part of; their keys count as the head's.
 _NESTED = ("transformer_layer_config", "text_config")
@@ -151,7 +150,7 @@ def further_keys(config: Mapping[str, Any], drafter: str) -> Iterator[tuple[str,
 
 
 def _read(config: Mapping[str, Any], keys: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    from crossdraft.framework.util.foreign_keys import Key
+    from crossdraft.heads import Key
 
     for name, value in config.items():
         key = keys.get(name)

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from crossdraft.drafters.heads.features import FeatureDrafter
-from crossdraft.framework.api.build import Configured
+from crossdraft.heads import FeatureDrafter
+from crossdraft.models import Configured
 
 _ALL = 2**30  # a number of pairs that no sequence reaches
 

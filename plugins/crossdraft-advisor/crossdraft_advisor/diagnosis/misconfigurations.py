@@ -21,8 +21,8 @@ from torch import Tensor
 
 from crossdraft import Checkpoint, Misconfiguration
 from crossdraft.drafters.heads.config_keys import FEEDS_NORMED
-from crossdraft.drafters.heads.eagle_weights import merged_config, with_options
 from crossdraft.drafters.heads.rotary import INTERLEAVED, interleaved
+from crossdraft.heads import merged_config, with_options
 
 _BASES = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0)  # rotary bases of published models
 _EMBEDDING = "embed_tokens.weight"

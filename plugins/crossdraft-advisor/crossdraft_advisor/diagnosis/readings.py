@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from crossdraft import Checkpoint, Misconfiguration, generate
-from crossdraft.drafters.heads.features import FeatureDrafter
-from crossdraft.framework.api.build import Configured
-from crossdraft.framework.contracts.models import TRANSFORMERS
+from crossdraft.heads import FeatureDrafter
+from crossdraft.models import TRANSFORMERS, Configured
 
 from ..replay.response import Response
 from ..replay.teacher_forcing.lazy_models import Target

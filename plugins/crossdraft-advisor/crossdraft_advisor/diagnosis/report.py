@@ -9,20 +9,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from crossdraft import Checkpoint, ModelError, Sampling, Table, UsageError, load_tokenizer
-from crossdraft.framework.api.build import Configured
-from crossdraft.framework.contracts.models import TRANSFORMERS
-from crossdraft.framework.errors import quoted
-from crossdraft.framework.metrics.intervals import LEAST_PIECES
-from crossdraft.framework.models.checkpoint import load_checkpoint
-from crossdraft.framework.models.configs import read_config
-from crossdraft.framework.models.digests import model_sha256
-from crossdraft.framework.models.load import same_tokenizer
-from crossdraft.framework.models.resolve import resolve
-from crossdraft.framework.models.shared_embedding import shared_embedding_of
-from crossdraft.framework.util.estimate import estimate_text
-from crossdraft.framework.util.input_files import read_json
-from crossdraft.framework.util.limits import CONFIG_BYTES
+from crossdraft import Checkpoint, ModelError, Sampling, Table, UsageError, load_tokenizer, quoted
+from crossdraft.commands import CONFIG_BYTES, read_json
+from crossdraft.models import (
+    TRANSFORMERS,
+    Configured,
+    load_checkpoint,
+    model_sha256,
+    read_config,
+    resolve,
+    same_tokenizer,
+    shared_embedding_of,
+)
+from crossdraft.runs import LEAST_PIECES, estimate_text
 
 from ..report import Report
 from .counters import assessment_json

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from crossdraft.framework.contracts.models import TRANSFORMERS
+from crossdraft.models import TRANSFORMERS
 
 from ..replay.response import Response
 from ..replay.teacher_forcing.lazy_models import Target

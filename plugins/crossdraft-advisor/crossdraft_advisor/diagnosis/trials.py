@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from crossdraft import CrossdraftError, Estimate, Misconfiguration, UsageError
-from crossdraft.framework.api.build import Configured
-from crossdraft.framework.metrics.intervals import LEAST_PIECES, pieces_needed
+from crossdraft.models import Configured
+from crossdraft.runs import LEAST_PIECES, pieces_needed
 
 from ..engines.counter_definitions import CounterDefinition
 from ..replay.aggregate import Row, Tally, difference

@@ -20,9 +20,8 @@ import numpy as np
 from scipy import optimize
 
 from crossdraft import MOST_LEVELS, Estimate, UsageError
-from crossdraft.framework.metrics.intervals import LEAST_PIECES, Noise, bounded_estimate, estimate, half_width
 from crossdraft.framework.metrics.shorter_drafts import by_runs, shorter_drafts
-from crossdraft.framework.runs.labels import counted
+from crossdraft.runs import LEAST_PIECES, Noise, bounded_estimate, counted, estimate, half_width
 
 #: Standard deviation of the relative error of `shorter_drafts`: this share of its correction of a plain cut, and this
 #: much times the share of the draft that is left out (`benchmarks/shorter_drafts.py`, docs/advise.md).

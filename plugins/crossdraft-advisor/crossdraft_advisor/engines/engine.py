@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from crossdraft import Estimate, UsageError
+from crossdraft.commands import kind_of
 from crossdraft.framework import plugins
-from crossdraft.framework.models.adapters import refuse_adapter
-from crossdraft.framework.models.quantization import refuse_quantized
-from crossdraft.framework.util.input_files import kind_of
+from crossdraft.models import refuse_adapter, refuse_quantized
 
 from .acceptance import Acceptance
 from .counter_definitions import CounterDefinition
@@ -212,8 +211,7 @@ def synthetic_remarks(acceptance: Acceptance) -> tuple[str, ...]:
 
 def not_servable(name: str) -> str:
     """The reason why engines cannot load a draft model: a directory without its embedding; empty if they can."""
-    from crossdraft.framework.models.resolve import resolve
-    from crossdraft.framework.models.shared_embedding import shared_embedding_of
+    from crossdraft.models import resolve, shared_embedding_of
 
     if not name or (name not in plugins.entries("models") and kind_of(name) != "directory"):
         return ""  # a Hub id or a path on the machine of the engine

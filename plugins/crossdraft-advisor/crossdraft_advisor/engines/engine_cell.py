@@ -27,22 +27,31 @@ from typing import Any, Literal
 
 import numpy as np
 
-from crossdraft import CrossdraftError, LoadedModel, Response, SequenceStep, UsageError, load_model, load_tokenizer
+from crossdraft import (
+    CrossdraftError,
+    LoadedModel,
+    Response,
+    SequenceStep,
+    UsageError,
+    load_model,
+    load_tokenizer,
+    quoted,
+)
+from crossdraft.commands import parse_json
 from crossdraft.framework import plugins
-from crossdraft.framework.api.build import Configured, configured
 from crossdraft.framework.api.cell_runner import CellRunner, Conversation
 from crossdraft.framework.engine.stopwatch import PHASES
-from crossdraft.framework.errors import quoted
-from crossdraft.framework.metrics.pieces import PREFILL, Piece
-from crossdraft.framework.models.adapters import refuse_adapter
-from crossdraft.framework.models.configs import read_config
-from crossdraft.framework.models.digests import model_sha256
-from crossdraft.framework.models.resolve import resolve
-from crossdraft.framework.models.shared_embedding import shared_embedding_of
-from crossdraft.framework.recipe.recipe import CellConfig
-from crossdraft.framework.runs.labels import counted
-from crossdraft.framework.runs.run_directory import PieceResult
-from crossdraft.framework.util.input_files import parse_json
+from crossdraft.framework.metrics.pieces import PREFILL
+from crossdraft.models import (
+    Configured,
+    configured,
+    model_sha256,
+    read_config,
+    refuse_adapter,
+    resolve,
+    shared_embedding_of,
+)
+from crossdraft.runs import CellConfig, Piece, PieceResult, counted
 
 from .acceptance import Acceptance
 from .builtin.sglang import Sglang

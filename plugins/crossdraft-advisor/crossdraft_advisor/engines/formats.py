@@ -15,10 +15,10 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, ValidationError
 
 from crossdraft import MOST_LEVELS, ContractError, UsageError
+from crossdraft.commands import Options, fault
 from crossdraft.framework import plugins
-from crossdraft.framework.contracts.options import Options, fault
 from crossdraft.framework.recipe.yaml_values import yaml_value
-from crossdraft.framework.runs.labels import counted
+from crossdraft.runs import counted
 
 from .acceptance import Acceptance
 from .counter_definitions import CounterDefinition

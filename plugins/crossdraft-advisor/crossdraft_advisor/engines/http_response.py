@@ -34,9 +34,10 @@ from urllib.request import (
     getproxies,
 )
 
-from crossdraft.framework.errors import CrossdraftError, UsageError, first_line, printable, quoted
+from crossdraft import first_line, printable, quoted
+from crossdraft.commands import is_loopback
+from crossdraft.framework.errors import CrossdraftError, UsageError
 from crossdraft.framework.util.limits import Limit
-from crossdraft.framework.util.loopback import is_loopback
 
 from ..limits import METRICS_BYTES
 

@@ -33,8 +33,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from crossdraft.framework.errors import first_line, printable
-from crossdraft.framework.util.limits import MOST_NAME
+from crossdraft import first_line, printable
+from crossdraft.commands import MOST_NAME
 
 from .acceptance import Acceptance
 from .counter_definitions import CounterDefinition

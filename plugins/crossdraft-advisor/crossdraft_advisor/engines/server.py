@@ -29,10 +29,10 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from crossdraft.framework.contracts.options import Options
+from crossdraft import first_line, printable, quoted
+from crossdraft.commands import Options, parse_json
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.errors import ModelError, UsageError, first_line, printable, quoted
-from crossdraft.framework.util.input_files import parse_json
+from crossdraft.framework.errors import ModelError, UsageError
 from crossdraft.framework.util.limits import Limit
 
 from ..limits import EVENT_BYTES

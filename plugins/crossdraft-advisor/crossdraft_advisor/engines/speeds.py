@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from crossdraft.framework.runs.labels import counted
+from crossdraft.runs import counted
 
 from ..cost.step_cost import SpeedPoint
 from .engine_log import Source

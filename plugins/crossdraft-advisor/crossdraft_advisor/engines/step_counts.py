@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from crossdraft import MOST_LEVELS
-from crossdraft.framework.runs.labels import counted
+from crossdraft.runs import counted
 
 from .acceptance import WINDOWS, Acceptance
 from .counter_definitions import PREFILL_TOKENS

@@ -10,8 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from crossdraft.commands import replace_text
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.util.output_files import replace_text
 from crossdraft.framework.util.releases import release
 
 from ..report import log
@@ -43,11 +43,9 @@ def baseline_responses(
     its digest. ``maximum``: new tokens per response; ``chat``: see `models.chat.encode`. Raises UsageError for prompts
     that cannot be read, or a file that cannot be written.
     """
-    from crossdraft.framework.models.device import pick_device, pick_dtype
-    from crossdraft.framework.models.digests import model_sha256, settings_sha256, weights_sha256
-    from crossdraft.framework.models.resolve import resolve
     from crossdraft.framework.recipe.prompts import load_prompts, refuse_constraints
     from crossdraft.framework.util.output_files import cache_dir
+    from crossdraft.models import model_sha256, pick_device, pick_dtype, resolve, settings_sha256, weights_sha256
 
     rows = load_prompts(prompts, limit=limit)
     refuse_constraints(rows, "plain decoding by this command")
@@ -96,10 +94,9 @@ def _digest(data: bytes) -> str:
 def _decode(
     name: str, texts: Sequence[str], sampling: Sampling, maximum: int, chat: bool | None, options: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    from crossdraft.framework.api.generate import pair_decoder
     from crossdraft.framework.contracts.steps import raise_failed
-    from crossdraft.framework.models.chat import encode
     from crossdraft.framework.models.load import load_model
+    from crossdraft.models import encode, pair_decoder
 
     target = load_model(name, **options)
     ids = [encode(target.tokenizer, [text], chat=chat) for text in texts]

@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 
 from crossdraft import Sampling, UsageError
-from crossdraft.framework.api.build import Configured, configured
+from crossdraft.commands import permits
 from crossdraft.framework.contracts.drafter import DraftTraits
-from crossdraft.framework.contracts.options import permits
-from crossdraft.framework.recipe.recipe import Strategy
-from crossdraft.framework.runs.labels import counted
 from crossdraft.framework.util.limits import MOST_LISTED
+from crossdraft.models import Configured, configured
+from crossdraft.runs import Strategy, counted
 
 from ..limits import MOST_REPLAYED
 from .replay import Candidate, verifiers_for

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from crossdraft.framework.errors import CrossdraftError, UsageError, printable, quoted
-from crossdraft.framework.models.chat import render_messages, template_message
+from crossdraft import printable, quoted
+from crossdraft.framework.errors import CrossdraftError, UsageError
 from crossdraft.framework.models.segments import MARKERS
-from crossdraft.framework.models.tokenizer import TokenizerOf
+from crossdraft.models import TokenizerOf, render_messages, template_message
 
 #: Keys of the thinking of a message: of vLLM and SGLang; of newer vLLM and OpenRouter; of gpt-oss' template and Ollama.
 THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")

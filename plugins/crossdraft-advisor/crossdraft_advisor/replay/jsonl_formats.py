@@ -21,11 +21,12 @@ from typing import Any
 
 import numpy as np
 
+from crossdraft import quoted
+from crossdraft.commands import MOST_NAME, MOST_TOKENS, describe_forbidden_char
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.errors import UsageError, quoted
-from crossdraft.framework.models.chat import encode_messages, encode_text
-from crossdraft.framework.util.input_files import UNPRINTABLE, describe_forbidden_char
-from crossdraft.framework.util.limits import MOST_NAME, MOST_TOKENS
+from crossdraft.framework.errors import UsageError
+from crossdraft.framework.util.input_files import UNPRINTABLE
+from crossdraft.models import encode_messages, encode_text
 
 from .generated_text import GENERATED_KEYS, ChatRequest, Message
 from .response import ParseContext, Response, UnknownTextError, log_probabilities, sampling_of, token_ids

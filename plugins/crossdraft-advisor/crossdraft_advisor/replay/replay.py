@@ -20,11 +20,10 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
-from crossdraft import INDEPENDENT_SEQUENCES, ContractError, Sampling, UsageError
+from crossdraft import INDEPENDENT_SEQUENCES, ContractError, Sampling, UsageError, incompatible
+from crossdraft.commands import writing_output
 from crossdraft.framework import plugins
-from crossdraft.framework.api.build import Configured, configured
-from crossdraft.framework.contracts.verifier import incompatible
-from crossdraft.framework.util.output_files import writing_output
+from crossdraft.models import Configured, configured
 
 from ..engines.counter_definitions import CounterDefinition
 from .acceptance_formulas import IID_VERIFIERS, VERIFIERS, no_formula, point_mass_survival, survival

@@ -18,14 +18,24 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from crossdraft import printable, quoted
+from crossdraft.commands import (
+    LINE_BYTES,
+    RESPONSE_FILE_BYTES,
+    kind_of,
+    open_file,
+    parse_json,
+    path_of,
+    read_lines,
+    read_text,
+)
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.errors import UsageError, printable, quoted
-from crossdraft.framework.models.chat import encode, encode_text
+from crossdraft.framework.errors import UsageError
 from crossdraft.framework.recipe.prompts import Prompt, rows
-from crossdraft.framework.runs.run_directory import RunDirectory, read_cell_config
-from crossdraft.framework.util.input_files import kind_of, open_file, parse_json, path_of, read_lines, read_text
-from crossdraft.framework.util.limits import LINE_BYTES, RESPONSE_FILE_BYTES
+from crossdraft.framework.runs.run_directory import read_cell_config
+from crossdraft.models import encode, encode_text
+from crossdraft.runs import RunDirectory
 
 from ..engines.engine_log import packed_as
 from .jsonl_formats import response_of

@@ -8,9 +8,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from crossdraft.framework.errors import UnknownNameError, UsageError, quoted
-from crossdraft.framework.recipe.yaml_errors import Places, read_yaml
-from crossdraft.framework.util.input_files import path_of
+from crossdraft import quoted
+from crossdraft.commands import path_of, read_yaml
+from crossdraft.framework.errors import UnknownNameError, UsageError
+from crossdraft.framework.recipe.yaml_errors import Places
 
 
 @dataclass(frozen=True)

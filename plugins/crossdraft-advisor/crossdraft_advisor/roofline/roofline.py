@@ -21,14 +21,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from crossdraft import first_line, printable, quoted
+from crossdraft.commands import CONFIG_BYTES, kind_of, path_of, read_json
 from crossdraft.framework import plugins
 from crossdraft.framework.cli.options.machine import MachineOptions
-from crossdraft.framework.errors import ModelError, UsageError, first_line, printable, quoted
-from crossdraft.framework.models.adapters import split_adapter
+from crossdraft.framework.errors import ModelError, UsageError
 from crossdraft.framework.models.configs import check_config
-from crossdraft.framework.models.quantization import refuse_quantized
-from crossdraft.framework.util.input_files import kind_of, path_of, read_json
-from crossdraft.framework.util.limits import CONFIG_BYTES
+from crossdraft.models import refuse_quantized, split_adapter
 
 from .accelerators import Accelerator, accelerator
 
@@ -404,7 +403,7 @@ def read_shape(name: str) -> Shape:
         name, _ = split_adapter(name)  # a merged adapter leaves the shape as it is
         path = path_of(name)
     if name in plugins.entries("models") and not kind_of(path):
-        from crossdraft.framework.models.resolve import resolve
+        from crossdraft.models import resolve
 
         path = resolve(name).path
     directory = kind_of(path) == "directory"

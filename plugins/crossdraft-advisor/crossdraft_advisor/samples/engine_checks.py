@@ -19,13 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from crossdraft import LoadedModel, Sampling, StepEvent, UsageError, generate
+from crossdraft import LoadedModel, Sampling, StepEvent, UsageError, generate, printable
 from crossdraft.framework import plugins
-from crossdraft.framework.errors import printable
-from crossdraft.framework.metrics.cell_metrics import StepRecord
-from crossdraft.framework.models.device import tie_of
-from crossdraft.framework.recipe.recipe import CellConfig, Strategy
-from crossdraft.framework.runs.records import CellResult
+from crossdraft.models import tie_of
+from crossdraft.runs import CellConfig, CellResult, StepRecord, Strategy
 
 from ..engines.counter_definitions import CounterDefinition
 from ..engines.engine_cell import AFTER, BEFORE, RESPONSES

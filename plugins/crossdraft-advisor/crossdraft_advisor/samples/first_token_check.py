@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from crossdraft import incompatible
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate.drafts import DRAFTS
 from crossdraft.framework.certificate.table_lm import ToyContext
@@ -37,7 +38,7 @@ from crossdraft.framework.contracts.drafter import Drafter
 from crossdraft.framework.contracts.lm import LM
 from crossdraft.framework.contracts.rng import RngSource
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.contracts.verifier import Verifier, incompatible
+from crossdraft.framework.contracts.verifier import Verifier
 from crossdraft.framework.errors import ContractError, NumericalError, UnknownNameError, UsageError
 
 REJECTED = 1e-6  # p-value below which a distribution is rejected

@@ -18,9 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crossdraft.framework.errors import UsageError, quoted
-from crossdraft.framework.util.input_files import BROKEN, describe_forbidden_char, parse_json, read_lines
-from crossdraft.framework.util.limits import LINE_BYTES, MOST_WIDTH, PROMPT_FILE_BYTES
+from crossdraft import quoted
+from crossdraft.commands import (
+    LINE_BYTES,
+    MOST_WIDTH,
+    PROMPT_FILE_BYTES,
+    describe_forbidden_char,
+    parse_json,
+    read_lines,
+)
+from crossdraft.framework.errors import UsageError
+from crossdraft.framework.util.input_files import BROKEN
 
 from .equivalence import BATCH_ELEMENTS
 from .sampler_verdict import Evidence, PrefixDraws, Verdict

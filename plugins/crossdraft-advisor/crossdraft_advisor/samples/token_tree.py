@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from crossdraft import LM, LoadedModel, NumericalError, Sampling, on_device
-from crossdraft.framework.api.build import make_slots
+from crossdraft.commands import PREFILL_TOKENS
 from crossdraft.framework.contracts.lm import prefill
 from crossdraft.framework.engine.prefill import passes
-from crossdraft.framework.util.limits import PREFILL_TOKENS
+from crossdraft.models import make_slots
 
 NODES, WIDTH, ROWS = 256, 64, 8  # maximum nodes of a tree in the cache and in one pass, and number of slots
 BYTES = 2**28  # maximum bytes of the logits of a pass

@@ -20,10 +20,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from crossdraft.framework.errors import UsageError, first_line, printable, quoted
-from crossdraft.framework.runs.labels import counted
-from crossdraft.framework.util.input_files import open_file, parse_json, path_of, read_lines, read_text
-from crossdraft.framework.util.limits import LINE_BYTES, MOST_DIGITS, MOST_TOKENS, RESPONSE_FILE_BYTES
+from crossdraft import first_line, printable, quoted
+from crossdraft.commands import (
+    LINE_BYTES,
+    MOST_TOKENS,
+    RESPONSE_FILE_BYTES,
+    open_file,
+    parse_json,
+    path_of,
+    read_lines,
+    read_text,
+)
+from crossdraft.framework.errors import UsageError
+from crossdraft.framework.util.limits import MOST_DIGITS
+from crossdraft.runs import counted
 
 from ..engines.engine_log import packed_as
 from ..limits import MOST_REQUESTS

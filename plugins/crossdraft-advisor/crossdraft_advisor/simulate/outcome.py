@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from crossdraft.framework.metrics.intervals import estimate, ratio
 from crossdraft.framework.util.estimate import Estimate
+from crossdraft.runs import estimate, ratio
 
 from .arrivals import ArrivalProcess
 from .policies import OracleLengths, StepCost, StepPolicy

@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from crossdraft.framework.cost.curve import Curve
-from crossdraft.framework.errors import UsageError, quoted
-from crossdraft.framework.util.limits import MOST_NODES, MOST_ROWS
+from crossdraft import quoted
+from crossdraft.commands import MOST_ROWS
+from crossdraft.framework.errors import UsageError
+from crossdraft.framework.util.limits import MOST_NODES
+from crossdraft.runs import Curve
 
 from .request import Pool, SimulatedRequest
 

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from crossdraft.drafters.autoregressive.draft_model import LengthPolicy, grow_chain
 from crossdraft.drafters.autoregressive.policies import POLICIES, Policy, Static
-from crossdraft.drafters.heads.feature_head import expand_vocab
-from crossdraft.drafters.heads.feature_reader import FeatureReader
 from crossdraft.framework.contracts.draft import Draft, Sequences
 from crossdraft.framework.contracts.draft_kind import CHAIN
 from crossdraft.framework.contracts.drafter import DraftContext, DraftTraits, StrategyConfig
@@ -26,6 +24,7 @@ from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.util.limits import MOST_LEVELS
 from crossdraft.framework.util.tensors import on_device
+from crossdraft.heads import FeatureReader, expand_vocab
 
 #: Maximum draft length if gamma is not set.
 MOST_BLOCK = 16

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from crossdraft.drafters.heads.config_keys import (
+from crossdraft.drafters.heads.config_keys import LAYERS
+from crossdraft.heads import (
     AUTOREGRESSIVE,
     DECIDED_BY_TENSORS,
     EAGLE3_OPTIONS,
-    LAYERS,
+    Key,
     Layout,
     file_keys,
     nested_keys,
     option_keys,
+    read_keys,
+    refused_keys,
+    unused_keys,
 )
-from crossdraft.framework.util.foreign_keys import Key, read_keys, refused_keys, unused_keys
 
 _BLOCK_OPTIONS: dict[str, Any] = {
     **read_keys("mask_token_id", "block_size", "target_layer_ids", "aux_hidden_state_layer_ids", "sample_from_anchor"),

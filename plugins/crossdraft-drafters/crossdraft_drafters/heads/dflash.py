@@ -37,9 +37,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from crossdraft.drafters.heads.config_keys import check_head_config
-from crossdraft.drafters.heads.eagle_weights import (
+from crossdraft import first_line
+from crossdraft.framework.contracts.draft import Sequences
+from crossdraft.framework.contracts.drafter import DraftContext, StrategyConfig
+from crossdraft.framework.contracts.misconfiguration import Misconfiguration
+from crossdraft.framework.util.limits import MOST_LEVELS
+from crossdraft.framework.util.tensors import on_device
+from crossdraft.heads import (
+    HeadModule,
+    Rotary,
     biased,
+    check_head_config,
     decoder_layer,
     layer_config,
     layer_section,
@@ -49,14 +57,6 @@ from crossdraft.drafters.heads.eagle_weights import (
     vocabulary,
     with_options,
 )
-from crossdraft.drafters.heads.feature_head import HeadModule
-from crossdraft.drafters.heads.rotary import Rotary
-from crossdraft.framework.contracts.draft import Sequences
-from crossdraft.framework.contracts.drafter import DraftContext, StrategyConfig
-from crossdraft.framework.contracts.misconfiguration import Misconfiguration
-from crossdraft.framework.errors import first_line
-from crossdraft.framework.util.limits import MOST_LEVELS
-from crossdraft.framework.util.tensors import on_device
 
 from .blocks import BlockDrafter
 from .config_keys import LAYOUTS

@@ -24,10 +24,9 @@ from torch import Tensor, nn
 
 from crossdraft.drafters.autoregressive.draft_model import LengthPolicy
 from crossdraft.drafters.autoregressive.policies import Static
-from crossdraft.drafters.heads.config_keys import check_head_config
-from crossdraft.drafters.heads.eagle_weights import merged_config, near, renamed, with_rows
 from crossdraft.framework.contracts.drafter import DraftContext, StrategyConfig
 from crossdraft.framework.contracts.models import Checkpoint
+from crossdraft.heads import check_head_config, merged_config, near, renamed, with_rows
 
 from .blocks import BlockConfig
 from .config_keys import LAYOUTS

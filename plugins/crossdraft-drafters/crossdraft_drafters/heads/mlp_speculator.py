@@ -24,9 +24,6 @@ from torch.nn import functional
 
 from crossdraft.drafters.autoregressive.draft_model import grow_chain
 from crossdraft.drafters.autoregressive.policies import POLICIES, Policy, Static
-from crossdraft.drafters.heads.config_keys import check_head_config, remark
-from crossdraft.drafters.heads.eagle_weights import near, with_rows
-from crossdraft.drafters.heads.feature_reader import LastStateReader
 from crossdraft.framework.contracts.draft import Draft, Scores, Sequences, Verdict
 from crossdraft.framework.contracts.draft_kind import CHAIN
 from crossdraft.framework.contracts.drafter import DraftContext, DraftTraits, StrategyConfig
@@ -34,6 +31,7 @@ from crossdraft.framework.contracts.rng import StepRng
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.util.limits import MOST_LEVELS
 from crossdraft.framework.util.tensors import on_device
+from crossdraft.heads import LastStateReader, check_head_config, near, remark, with_rows
 
 from .config_keys import LAYOUTS
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from crossdraft.drafters.heads.feature_head import expand_vocab
 from crossdraft.framework.contracts.drafter import DraftContext
 from crossdraft.framework.util.tensors import on_device
+from crossdraft.heads import expand_vocab
 
 
 class ModulesLM:

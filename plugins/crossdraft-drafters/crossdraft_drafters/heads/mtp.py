@@ -25,13 +25,20 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from crossdraft.drafters.heads.config_keys import check_head_config
-from crossdraft.drafters.heads.eagle_weights import UNUSED_TENSOR, save_head_files, shared, vocabulary
-from crossdraft.drafters.heads.feature_head import FeatureHead, HeadOutput
-from crossdraft.drafters.heads.features import FeatureDrafter, HeadConfig
+from crossdraft import cache_argument
 from crossdraft.framework.contracts.models import Checkpoint
 from crossdraft.framework.errors import ModelError
-from crossdraft.framework.util.cache_argument import cache_argument
+from crossdraft.heads import (
+    UNUSED_TENSOR,
+    FeatureDrafter,
+    FeatureHead,
+    HeadConfig,
+    HeadOutput,
+    check_head_config,
+    save_head_files,
+    shared,
+    vocabulary,
+)
 
 from .config_keys import LAYOUTS
 from .experts import dequantized, stacked

@@ -17,12 +17,11 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from crossdraft.drafters.heads.config_keys import check_head_config
-from crossdraft.drafters.heads.eagle3 import LAYERS, Eagle3Head, read_head
-from crossdraft.drafters.heads.eagle_weights import merged_config
+from crossdraft.drafters.heads.eagle3 import LAYERS
 from crossdraft.framework.contracts.draft import Sequences
 from crossdraft.framework.util.limits import MOST_LEVELS
 from crossdraft.framework.util.tensors import on_device
+from crossdraft.heads import Eagle3Head, check_head_config, merged_config, read_head
 
 from .blocks import BlockConfig, BlockDrafter
 from .config_keys import LAYOUTS

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from crossdraft.commands import replacing
 from crossdraft.framework.report.batch_sizes import batch_size_series
 from crossdraft.framework.report.metrics_text import no_speed_up
-from crossdraft.framework.util.output_files import replacing
 
 from .draft_lengths import draft_lengths
 from .pairs import drafting, pair_list, target_rows, time_shares
@@ -23,9 +23,7 @@ from .style import encoded, style
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from crossdraft.framework.cost.load_run import FinishedRun
-    from crossdraft.framework.cost.summary import Summary
-    from crossdraft.framework.runs.records import CellResult
+    from crossdraft.runs import CellResult, FinishedRun, Summary
 
     Draw = Callable[[Sequence[CellResult], str], tuple[Figure, int] | None]
 

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from crossdraft.framework.runs.labels import group_title, verifier_title
+from crossdraft.runs import group_title, verifier_title
 
 from .style import MOST_PANELS, label, panels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from crossdraft.framework.runs.records import CellResult
+    from crossdraft.runs import CellResult
 
 
 @dataclass

@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from crossdraft.framework.runs.labels import group_title, pair_title, verifier_title
-from crossdraft.framework.runs.marks import mark_of
-from crossdraft.framework.util.estimate import estimate_text
+from crossdraft.runs import estimate_text, group_title, mark_of, pair_title, verifier_title
 
 from .style import (
     FRONT,
@@ -31,9 +29,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from crossdraft.framework.metrics.cell_metrics import Metrics
-    from crossdraft.framework.runs.records import CellResult
     from crossdraft.framework.util.estimate import Estimate
+    from crossdraft.runs import CellResult, Metrics
 
 #: Height of a pair in a list of pairs, in inches.
 _ROW = 0.125

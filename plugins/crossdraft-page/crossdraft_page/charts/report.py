@@ -7,15 +7,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from crossdraft.framework.cost.load_run import titles_of
-from crossdraft.framework.errors import UnknownNameError, UsageError, printable
+from crossdraft import printable
+from crossdraft.framework.errors import UnknownNameError, UsageError
 from crossdraft.framework.report.report import Report
+from crossdraft.runs import titles_of
 
 from .charts import chart, kinds_of, reason_missing
 from .style import MARK
 
 if TYPE_CHECKING:
-    from crossdraft.framework.cost.load_run import FinishedRun
+    from crossdraft.runs import FinishedRun
 
 
 class Charts(Report):

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from crossdraft.framework.metrics.cell_metrics import acceptance as acceptance_of
 from crossdraft.framework.report.batch_sizes import Pair, Series, batch_size_series
-from crossdraft.framework.runs.labels import group_title, verifier_title
-from crossdraft.framework.runs.marks import mark_of
-from crossdraft.framework.util.estimate import estimate_text
+from crossdraft.runs import estimate_text, group_title, mark_of, verifier_title
 
 from .pairs import drafting, front
 from .style import (
@@ -39,8 +37,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from crossdraft.framework.metrics.cell_metrics import SegmentMetrics
-    from crossdraft.framework.runs.records import CellResult
     from crossdraft.framework.util.estimate import Estimate
+    from crossdraft.runs import CellResult
 
 #: Offset between the bars of two series: in powers of two for batch sizes, in positions for positions.
 _OFFSET = 0.09

@@ -14,7 +14,7 @@ from math import ceil
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from crossdraft.framework.errors import printable
+from crossdraft import printable
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

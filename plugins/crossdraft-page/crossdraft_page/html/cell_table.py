@@ -10,17 +10,13 @@ from crossdraft.framework import plugins
 from crossdraft.framework.metrics.columns import meaning
 from crossdraft.framework.report.metrics_text import rate_text, speed_up_text
 from crossdraft.framework.runs.code_digest import source_of
-from crossdraft.framework.runs.labels import group_title, pair_title
-from crossdraft.framework.runs.marks import Mark, mark_of
-from crossdraft.framework.util.estimate import Estimate, estimate_text
+from crossdraft.framework.util.estimate import Estimate
+from crossdraft.runs import Mark, estimate_text, group_title, mark_of, pair_title
 
 from ..charts.style import visible
 
 if TYPE_CHECKING:
-    from crossdraft.framework.cost.load_run import FinishedRun
-    from crossdraft.framework.cost.summary import Summary
-    from crossdraft.framework.metrics.cell_metrics import Metrics
-    from crossdraft.framework.runs.records import CellResult
+    from crossdraft.runs import CellResult, FinishedRun, Metrics, Summary
 
 RUNS = Sequence[tuple[str, "FinishedRun"]]
 

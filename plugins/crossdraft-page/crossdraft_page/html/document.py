@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from crossdraft.framework.cost.load_run import FinishedRun, titles_of
 from crossdraft.framework.report.answer import NOT_CERTIFIED, NOT_FASTER, Best, best_of, order
 from crossdraft.framework.report.batch_sizes import multi_over_single
 from crossdraft.framework.report.caveats import differences, remarks_of
 from crossdraft.framework.report.markdown import conditions
 from crossdraft.framework.report.metrics_text import efficiency_text
 from crossdraft.framework.report.sections import sections_of
+from crossdraft.runs import FinishedRun, titles_of
 
 from .cell_table import certificates, split_groups, table_of
 from .panels import panels_of

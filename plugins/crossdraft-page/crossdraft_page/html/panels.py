@@ -10,7 +10,7 @@ from ..charts.charts import chart, kinds_of, reason_missing
 from ..charts.svg import inline_svg
 
 if TYPE_CHECKING:
-    from crossdraft.framework.cost.load_run import FinishedRun
+    from crossdraft.runs import FinishedRun
 
 RUNS = Sequence[tuple[str, "FinishedRun"]]
 

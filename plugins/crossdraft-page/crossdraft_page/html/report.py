@@ -11,7 +11,7 @@ from crossdraft.framework.report.report import Report
 from .document import MARK, html_page
 
 if TYPE_CHECKING:
-    from crossdraft.framework.cost.load_run import FinishedRun
+    from crossdraft.runs import FinishedRun
 
 
 class HtmlReport(Report):

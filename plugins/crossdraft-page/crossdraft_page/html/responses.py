@@ -9,16 +9,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from crossdraft.framework.models.tokenizer import decode_tokens
 from crossdraft.framework.util.limits import SETTINGS_BYTES
 from crossdraft.framework.util.output_files import cache_dir
+from crossdraft.models import decode_tokens
 
 from .cell_table import cell_title
 
 if TYPE_CHECKING:
-    from crossdraft.framework.cost.load_run import FinishedRun
-    from crossdraft.framework.metrics.cell_metrics import StepRecord
-    from crossdraft.framework.runs.records import CellResult
+    from crossdraft.runs import CellResult, FinishedRun, StepRecord
 
 #: Characters of JSON that all responses of a page may take.
 MOST_JSON = 300_000

@@ -24,8 +24,8 @@ from crossdraft.drafters.autoregressive.disco import KIND, features
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.models.load import load_model, same_tokenizer
-from crossdraft.framework.models.shared_embedding import shares_embedding
+from crossdraft.framework.models.load import load_model
+from crossdraft.models import same_tokenizer, shares_embedding
 
 from ..contract import Batch, Trainee, TrainingConfig
 

@@ -28,7 +28,7 @@ from crossdraft.framework.contracts.command import Argument
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.models.load import load_model
-from crossdraft.framework.models.shared_embedding import save_sharing_embedding, shares_embedding
+from crossdraft.models import save_sharing_embedding, shares_embedding
 
 from ..contract import Batch, Divergence, Text, Trainee, TrainingConfig, public
 from ..losses import SampledHead, distil, overlap, sampled_vocab_option

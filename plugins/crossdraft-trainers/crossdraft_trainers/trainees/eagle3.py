@@ -17,12 +17,12 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from crossdraft.drafters.heads.eagle3 import LAYERS, Eagle3Head, named_layers, read_head
-from crossdraft.drafters.heads.eagle_weights import make_config
+from crossdraft.drafters.heads.eagle3 import LAYERS
 from crossdraft.framework.contracts.command import Argument
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.models.checkpoint import load_checkpoint
+from crossdraft.heads import Eagle3Head, make_config, named_layers, read_head
+from crossdraft.models import load_checkpoint
 
 from ..contract import Batch, Text, Trainee, TrainingConfig, bfloat16_copy
 from ..losses import distil_many, most_frequent, overlap

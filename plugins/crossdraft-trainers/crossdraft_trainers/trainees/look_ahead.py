@@ -21,10 +21,10 @@ from crossdraft_drafters.self_speculation.pass_weights import read_embeddings, s
 from pydantic import Field
 from torch import Tensor, nn
 
+from crossdraft import cache_argument
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.models.checkpoint import load_checkpoint
-from crossdraft.framework.util.cache_argument import cache_argument
+from crossdraft.models import load_checkpoint
 
 from ..contract import Batch, Text, Trainee, TrainingConfig
 from ..losses import SampledHead, distil, overlap, sampled_vocab_option

@@ -24,7 +24,7 @@ from torch.nn import functional
 from crossdraft.drafters.heads.medusa.weights import MedusaHeads, read_heads, save_heads
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.models.checkpoint import load_checkpoint
+from crossdraft.models import load_checkpoint
 
 from ..contract import Batch, Text, Trainee, TrainingConfig, bfloat16_copy
 from ..losses import SampledHead, distil_many, overlap, sampled_vocab_option

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from crossdraft import Estimate, Table, UsageError
-from crossdraft.framework.metrics.intervals import LEAST_PIECES
-from crossdraft.framework.runs.labels import counted
-from crossdraft.framework.util.estimate import estimate_text, percent_text
+from crossdraft.runs import LEAST_PIECES, counted, estimate_text, percent_text
 
 from ...gate import GateCheck, Sample, checked
 from ...report import Report, change_text, log, right

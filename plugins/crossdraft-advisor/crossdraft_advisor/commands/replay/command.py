@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from crossdraft import Argument, Command, Sampling, UnknownNameError, UsageError
-from crossdraft.framework.cli.options.run import ForceOptions, JsonOptions, SegmentOptions
-from crossdraft.framework.cli.options.sampling import SamplingOptions
-from crossdraft.framework.cli.options.trust import TrustOptions, strings_in
-from crossdraft.framework.errors import quoted
-from crossdraft.framework.runs.labels import counted
-from crossdraft.framework.util.output_files import check_output
+from crossdraft import Argument, Command, Sampling, UnknownNameError, UsageError, quoted
+from crossdraft.commands import ForceOptions, JsonOptions, SamplingOptions, TrustOptions, check_output
+from crossdraft.framework.cli.options.run import SegmentOptions
+from crossdraft.framework.cli.options.trust import strings_in
+from crossdraft.runs import counted
 
 from ...engines.counter_definitions import DEFINITIONS
 from ...limits import MOST_REPLAYED, MOST_SEQUENCES
@@ -134,7 +132,7 @@ class Replay(SamplingOptions, SegmentOptions, ForceOptions, TrustOptions, JsonOp
         return self
 
     def run(self) -> int:
-        from crossdraft.framework.recipe.recipe import Strategy
+        from crossdraft.runs import Strategy
 
         from ...replay.replay import MARK
         from .checkpoints import checkpoints_of
@@ -178,7 +176,7 @@ def _replay(
     ``engine``: of the counters to compute, or empty; ``variants``: further definitions of them; ``note``: called with
     each response.
     """
-    from crossdraft.framework.models.segments import Segments
+    from crossdraft.models import Segments
 
     from ...replay.candidates import candidates_of
     from ...replay.replay import replay

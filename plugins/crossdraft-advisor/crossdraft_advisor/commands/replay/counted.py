@@ -13,8 +13,7 @@ from shlex import quote
 from typing import Any
 
 from crossdraft import Table, UsageError
-from crossdraft.framework.recipe.recipe import Strategy
-from crossdraft.framework.util.estimate import estimate_text
+from crossdraft.runs import Strategy, estimate_text
 
 from ...engines.counter_definitions import DEFINITIONS
 from ...engines.formats import read_acceptances

@@ -8,8 +8,7 @@ from typing import Any
 
 from crossdraft import Estimate, Sampling, Table
 from crossdraft.framework.models.segments import ANSWER
-from crossdraft.framework.runs.labels import counted
-from crossdraft.framework.util.estimate import estimate_text, spread
+from crossdraft.runs import counted, estimate_text, spread
 
 from ...engines.counter_definitions import CounterDefinition
 from ...replay.aggregate import MAX_GROUPS, Row, Tally, difference, segment_difference

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from crossdraft.framework.runs.labels import counted
 from crossdraft.framework.util.limits import MOST_LEVELS
+from crossdraft.runs import counted
 
 from ..acceptance import Acceptance
 from ..counter_definitions import DEFINITIONS, PREFILL_TOKENS

@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 import numpy as np
 from scipy.optimize import isotonic_regression
 
-from crossdraft.framework.runs.labels import counted
 from crossdraft.framework.util.limits import MOST_LEVELS
+from crossdraft.runs import counted
 
 from ..acceptance import EACH_LENGTH, Acceptance
 from ..engine import Engine, Schedule, Settings

@@ -16,8 +16,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from crossdraft.framework.runs.labels import counted
 from crossdraft.framework.util.limits import MOST_LEVELS
+from crossdraft.runs import counted
 
 from ..acceptance import WINDOWS, Acceptance
 from ..counter_definitions import DEFINITIONS

@@ -13,12 +13,15 @@ from typing import Any
 import torch
 
 from crossdraft import Checkpoint, CrossdraftError, DraftContext, LoadedModel, Sampling, load_model, load_tokenizer
-from crossdraft.framework.api.build import TargetContext, load_draft_model
-from crossdraft.framework.contracts.models import TRANSFORMERS
-from crossdraft.framework.models.checkpoint import load_checkpoint
-from crossdraft.framework.models.configs import read_config
-from crossdraft.framework.models.device import pick_device
-from crossdraft.framework.models.resolve import resolve
+from crossdraft.models import (
+    TRANSFORMERS,
+    TargetContext,
+    load_checkpoint,
+    load_draft_model,
+    pick_device,
+    read_config,
+    resolve,
+)
 
 from ..response import Response
 from .scoring import DraftScores, MakeContext, ScoringRequest, context_factory, sample_drafts, score_drafters

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from crossdraft import DraftContext, Drafter, ModelError, Sampling, Sequences, UsageError
+from crossdraft import CounterRng, DraftContext, Drafter, ModelError, Sampling, Sequences, UsageError
 from crossdraft.framework import plugins
-from crossdraft.framework.contracts.rng import CounterRng
 
 from ..response import Response
 from .scoring import DraftScores

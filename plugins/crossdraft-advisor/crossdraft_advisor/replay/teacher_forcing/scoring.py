@@ -28,20 +28,20 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from crossdraft.framework.api.build import Configured, TargetContext, make_slots
+from crossdraft import CounterRng
+from crossdraft.commands import fault
 from crossdraft.framework.contracts.draft import DenseScores, Draft, Sequences, Verdict
 from crossdraft.framework.contracts.draft_kind import INDEPENDENT_SEQUENCES
 from crossdraft.framework.contracts.drafter import DraftContext, Drafter, DraftTraits, TextDistribution
 from crossdraft.framework.contracts.lm import LM
 from crossdraft.framework.contracts.models import LoadedModel
-from crossdraft.framework.contracts.options import fault
-from crossdraft.framework.contracts.rng import CounterRng, RngSource, StepRng
+from crossdraft.framework.contracts.rng import RngSource, StepRng
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.engine.checks import check_draft, check_unchanged, snapshot
 from crossdraft.framework.engine.validation import validate_draft
 from crossdraft.framework.errors import ModelError, NumericalError, UsageError
-from crossdraft.framework.lm.recomputing_lm import scoring_slots
 from crossdraft.framework.util.tensors import on_device, take_rows
+from crossdraft.models import Configured, TargetContext, make_slots, scoring_slots
 
 from ..response import Response
 from .iid_chains import ChainSums, sums
