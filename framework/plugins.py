@@ -29,8 +29,8 @@ from .util.limits import MOST_NAME
 logger = logging.getLogger(__name__)
 
 KINDS = ("drafters", "verifiers", "trainers", "models", "backends", "preparations", "prompts", "recipes", "engines")
-KINDS += ("acceptance_formats", "response_formats", "servers", "cell_runners", "launchers", "trackers", "commands")
-KINDS += ("reports", "sections", "columns", "machines")
+KINDS += ("acceptance_formats", "response_formats", "servers", "launchers", "trackers", "commands", "reports")
+KINDS += ("sections", "columns")
 """What can be registered; for each there is a hook ``crossdraft_register_<kind>``."""
 COMPANIONS = {("launchers", name): "crossdraft-cluster" for name in ("local", "ray", "slurm")}
 COMPANIONS |= {("trackers", name): "crossdraft-cluster" for name in ("mlflow", "trackio")}
@@ -47,15 +47,19 @@ COMPANIONS |= {("reports", name): "crossdraft-page" for name in ("html", "pdf", 
 _LAYERS = ("longrope", "recurrent-layers", "small-batch-linear")
 COMPANIONS |= {("preparations", name): "crossdraft-layers" for name in _LAYERS}
 COMPANIONS |= {("preparations", "openvino"): "crossdraft-openvino"}
-COMPANIONS |= {("cell_runners", "engine"): "crossdraft-advisor", ("servers", "openai"): "crossdraft-advisor"}
-COMPANIONS |= {("machines", "roofline"): "crossdraft-advisor"}
-COMPANIONS |= {("cell_runners", "launcher"): "crossdraft-cluster"}
+COMPANIONS |= {("servers", "openai"): "crossdraft-advisor"}
 """Names of distributions beside crossdraft, by kind; if one is not installed, its names are refused with the remedy."""
 #: The same for packages in the repository that nothing of crossdraft needs.
 _PACKAGES = {("servers", "vllm"): "vllm", ("servers", "vllm-crossdraft"): "vllm", ("servers", "llama.cpp"): "llamacpp"}
 _PACKAGES |= {("backends", "llama.cpp"): "llamacpp", ("drafters", "ngram-simple"): "llamacpp"}
 _PACKAGES |= {("drafters", name): name for name in ("combine", "ngram-cache", "rest", "suffix")}
 _PACKAGES |= {("verifiers", "by-shape"): "by-shape"}
+#: What the core calls of companions: the distribution and the object.
+_CALLED = {
+    "runner of engines": ("crossdraft-advisor", "crossdraft_advisor.engines.engine_cell:EngineCell"),
+    "runner of launchers": ("crossdraft-cluster", "crossdraft_cluster.launched_run:Launch"),
+    "roofline": ("crossdraft-advisor", "crossdraft_advisor.roofline.roofline:modelled"),
+}
 _COMMAND = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 
 
@@ -254,6 +258,14 @@ def installing(companion: str) -> str:
     return f"in a clone of crossdraft: pip install plugins/{companion}"
 
 
+def of_companion(name: str) -> Any:
+    """The object of `_CALLED`. Raises UnknownNameError with what installs its distribution."""
+    companion, reference = _CALLED[name]
+    if find_spec(reference.partition(".")[0]) is None:
+        raise UnknownNameError(f"the {name} is part of {companion}; {installing(companion)}")
+    return _import(reference)
+
+
 def unknown(kind: str, name: str, hint: str = "") -> UnknownNameError:
     """Error for a name that is not registered: what installs it, or the nearest names."""
     package = _PACKAGES.get((kind, name))
@@ -381,7 +393,7 @@ def _check(kind: str, name: str, registered: Any) -> None:
     elif kind == "commands":
         if missing := [part for part in ("add_arguments", "main") if not callable(getattr(registered, part, None))]:
             raise ContractError(f"{quoted(registered)} is not a subclass of crossdraft.Command: no {missing[0]}")
-    elif kind in ("sections", "columns", "machines") and not callable(registered):
+    elif kind in ("sections", "columns") and not callable(registered):
         raise ContractError(f"a {_singular(kind)} is a function, not {quoted(registered)}")
     elif kind == "trackers" and not isinstance(registered, type):
         raise ContractError(f"a tracker is a class, not {quoted(registered)}")

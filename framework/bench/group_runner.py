@@ -199,7 +199,7 @@ class GroupRunner:
                 config, restart = cell.config, self.limit.restart
                 if lm is None:
                     logs = self.store.directory.path / "servers" / config.hash
-                    engine_runner = plugins.get("cell_runners", "engine")
+                    engine_runner = plugins.of_companion("runner of engines")
                     cell.runner = engine_runner(config, target, self._slot, logs, restart)
                 else:
                     options = restart, self.plan.config.validate, mask_drafts

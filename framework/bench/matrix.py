@@ -128,7 +128,7 @@ def _engine_refusal(cell: CellConfig) -> str | None:
     if cell.engine is None:
         return None
     try:
-        plugins.get("cell_runners", "engine").check_pair(cell)
+        plugins.of_companion("runner of engines").check_pair(cell)
     except UsageError as error:
         return str(error)
     return None
@@ -319,7 +319,7 @@ class _Expander:
                     f"engine {name}: constraint is given, which only crossdraft's own loop supports; remove it or the "
                     "engine"
                 )
-            plugins.get("cell_runners", "engine")
+            plugins.of_companion("runner of engines")
             if name not in (names := plugins.entries("servers")):
                 hint = "Engines are plug-ins, such as crossdraft-vllm and crossdraft-llamacpp."
                 raise UnknownNameError.among("engine", name, [OWN_ENGINE, *names], hint)

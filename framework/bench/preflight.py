@@ -72,7 +72,7 @@ def _check_engines(recipe: Recipe, cells: Sequence[CellConfig]) -> list[str]:
     """Check cells that an engine decodes; return remarks on what it does differently."""
     if not cells:
         return []
-    runner = plugins.get("cell_runners", "engine")
+    runner = plugins.of_companion("runner of engines")
     with recipe.places.at(("matrix", "engine") if "engine" in recipe.matrix else ("engine",)):
         runner.check_cells(cells)
     with recipe.places.at(("target",)):

@@ -34,7 +34,9 @@ def provenance(config: CellConfig, environment: Mapping[str, Any], prompts: str,
     """
     device, user_threads = first_device(config.device), settings()
     cuda = device.type == "cuda"
-    runner = plugins.get("cell_runners", "engine").__module__ if config.engine else f"{__package__}.cells.cell_runner"
+    runner = (
+        plugins.of_companion("runner of engines").__module__ if config.engine else f"{__package__}.cells.cell_runner"
+    )
     hardware = torch.cuda.get_device_name(device) if cuda else environment["cpu"]["model"]
     return {
         "crossdraft": environment["versions"]["crossdraft"],

@@ -74,7 +74,7 @@ def opened(plan: Plan) -> Iterator[LocalRun]:
     run: Any = LocalRun(plan, outcome, limit)
     if config.launcher:
         plugins.get("launchers", config.launcher)
-        run = plugins.get("cell_runners", "launcher")(plan, outcome, limit)
+        run = plugins.of_companion("runner of launchers")(plan, outcome, limit)
     try:
         part = f", {run.processes}" if config.launcher else shard
         config.message(f"{config.recipe.name}: {cells} in {groups}{part}, {counted(len(plan.prompts), 'prompt')} each")

@@ -94,24 +94,6 @@ def crossdraft_register_servers(register: Register) -> None:
 
 
 @hookspec
-def crossdraft_register_cell_runners(register: Register) -> None:
-    """Register the runner of the cells of a kind: as ``engine`` the `CellRunner` of those with an engine.
-
-    As ``launcher`` the class that measures a run in the processes of a launcher, ``cls(plan, outcome, limit)`` with
-    ``processes``, ``measure()`` and ``close()``, see `bench.run.LocalRun`.
-    """
-
-
-@hookspec
-def crossdraft_register_machines(register: Register) -> None:
-    """Register models of passes on machines that are not at hand, for ``crossdraft cost --on``.
-
-    Each is a function of the options (`cli.options.machine`) and the name of a model that returns a
-    `cost.curve.ModelledCurve`; its name is ``roofline``.
-    """
-
-
-@hookspec
 def crossdraft_register_launchers(register: Register) -> None:
     """Register subclasses of `crossdraft.Launcher`, each under its own ``name``, for ``crossdraft run --launcher``."""
 

@@ -40,7 +40,7 @@ class Curve(Protocol):
 
 
 class ModelledCurve(Curve, Protocol):
-    """Protocol for passes of a model on a machine that is not at hand, see ``crossdraft_register_machines``."""
+    """Protocol for passes of a model on a machine that is not at hand."""
 
     @property
     def memory(self) -> float:

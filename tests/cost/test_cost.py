@@ -151,7 +151,7 @@ def test_from_measuring_to_run_and_back(
     assert cli.main(page) == 0 and "predicted" in capsys.readouterr().out
     monkeypatch.setenv("CROSSDRAFT_CACHE", str(tmp_path / "cache"))
 
-    if "roofline" not in plugins.entries("machines"):
+    if "advise" not in plugins.entries("commands"):
         return
     config = str(Path(models["target"]) / "config.json")
     assert cli.main([*arguments, "--target", config, "--on", "l4", "--batch-size", "1,8", "--json"]) == 0

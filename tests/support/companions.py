@@ -39,5 +39,5 @@ needs_recurrent_layers = pytest.mark.skipif(
 
 #: Skips a test unless runs with a launcher are installed.
 needs_launchers = pytest.mark.skipif(
-    "launcher" not in plugins.entries("cell_runners"), reason="the companion crossdraft-cluster is not installed"
+    "local" not in plugins.entries("launchers"), reason="the companion crossdraft-cluster is not installed"
 )

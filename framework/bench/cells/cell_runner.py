@@ -61,7 +61,7 @@ class Models:
             self._loaded.clear()
             self._key = ()
             self._loaded[config.target] = (
-                plugins.get("cell_runners", "engine").load_target(
+                plugins.of_companion("runner of engines").load_target(
                     config, trust_remote_code=options["trust_remote_code"]
                 )
                 if served

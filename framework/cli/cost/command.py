@@ -271,7 +271,7 @@ def _pair(result: CellResult) -> list[str]:
 
 def _modelled(options: Cost) -> Parts:
     """Predictions for a target and a draft model on a named accelerator, which is not at hand."""
-    modelled = plugins.get("machines", "roofline")
+    modelled = plugins.of_companion("roofline")
     context = (options.context or [ROOFLINE_CONTEXT])[0]
     target: ModelledCurve = modelled(options, options.target)
     drafter: ModelledCurve | None = modelled(options, options.drafter) if options.drafter else None

@@ -95,12 +95,6 @@ crossdraft_register_sections = _hook(
     "engine-settings | engine_settings | settings with which engines draft as the pairs did",
 )
 crossdraft_register_servers = _hook(_ENGINES, "openai | openai:OpenAiServer | a server that runs, with /v1/completions")
-crossdraft_register_cell_runners = _hook(
-    "", "engine | crossdraft_advisor.engines.engine_cell:EngineCell | cells of an engine's server"
-)
-crossdraft_register_machines = _hook(
-    "", "roofline | crossdraft_advisor.roofline.roofline:modelled | passes on accelerators, by the roofline"
-)
 
 
 @hookimpl

@@ -11,11 +11,6 @@ def crossdraft_register_launchers(register):
 
 
 @hookimpl
-def crossdraft_register_cell_runners(register):
-    register("launcher", f"{__name__}.launched_run:Launch")
-
-
-@hookimpl
 def crossdraft_register_trackers(register):
     register("mlflow", f"{__name__}.mlflow_runs:Mlflow", summary="MLflow: a run with a nested run per cell")
     register("trackio", f"{__name__}.trackio_runs:Trackio", summary="Trackio: a run per cell, grouped")
