@@ -8,7 +8,7 @@ from typing import Any
 
 from ._published import published
 
-_get, _names = published(__name__, __file__)
+_get, _names = published(__name__)
 __all__ = [*_names, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll] -- the stub has them
 
 

@@ -2,4 +2,4 @@
 
 from ._published import published
 
-__getattr__, __all__ = published(__name__, __file__)
+__getattr__, __all__ = published(__name__)

@@ -18,9 +18,7 @@ from crossdraft_advisor.advise.candidates import of_run
 from crossdraft_advisor.advise.decision import decide
 from tabulate import tabulate
 
-from crossdraft.framework.cost.load_run import read_run
-from crossdraft.framework.runs.records import CellResult
-from crossdraft.framework.util.estimate import estimate_text
+from crossdraft.runs import CellResult, estimate_text, read_run
 
 HEADS = ("drafter × verifier", "B", "advised", "predicted", "measured", "best measured", "loss, %")
 

@@ -44,17 +44,12 @@ from crossdraft_advisor.replay.response import Response
 from crossdraft_advisor.replay.teacher_forcing.lazy_models import Target
 from safetensors.torch import save_file
 from tabulate import tabulate
-from tiny_drafters import KINDS, Kind, save_chat_target, training_texts
-from tiny_heads import TOKENS
+from tiny_drafters import KINDS, Kind, save_chat_target
+from tiny_heads import TOKENS, texts_of
 from unlisted_faults import FAULTS
 
-from crossdraft import generate, load_model
-from crossdraft.framework.api.build import configured
-from crossdraft.framework.contracts.misconfiguration import Misconfiguration
-from crossdraft.framework.contracts.models import Checkpoint
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.errors import CrossdraftError
-from crossdraft.framework.models.checkpoint import load_checkpoint
+from crossdraft import Checkpoint, CrossdraftError, Misconfiguration, Sampling, generate, load_model
+from crossdraft.models import configured, load_checkpoint
 
 #: Our decoder cuts drafts to the remaining tokens, as llama.cpp's server does.
 GAMMA, DEFINITION = 4, DEFINITIONS["llama.cpp"]
@@ -109,7 +104,9 @@ class Servers:
         self.model = load_model(str(folder / "target"), dtype="float32", device="cpu")
         if not (folder / kind.name / "head").exists():
             (folder / kind.name).mkdir()
-            writers = kind.make(self.model, training_texts(self.model), kind.steps, kind.steps // 2)
+            writers = kind.make(
+                self.model, torch.tensor(texts_of(self.model, 1024, 0, 1.0)), kind.steps, kind.steps // 2
+            )
             for name, write in zip(("stale", "head"), writers, strict=True):
                 write(folder / kind.name / name)
         self.head, self.stale = (str(folder / kind.name / name) for name in ("head", "stale"))

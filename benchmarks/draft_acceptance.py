@@ -20,16 +20,10 @@ import numpy as np
 import torch
 from tabulate import tabulate
 
+from crossdraft import CounterRng, Sampling, StepEvent, load_model, load_prompts
 from crossdraft.framework import plugins
-from crossdraft.framework.api.generate import pair_decoder
-from crossdraft.framework.contracts.rng import CounterRng
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.contracts.steps import StepEvent
-from crossdraft.framework.metrics.intervals import estimate
-from crossdraft.framework.models.chat import encode
-from crossdraft.framework.models.load import load_model
-from crossdraft.framework.recipe.prompts import load_prompts
-from crossdraft.framework.util.estimate import estimate_text
+from crossdraft.models import encode, pair_decoder
+from crossdraft.runs import estimate, estimate_text
 
 TREE, DELAYED = [3, 1, 1, 1], [1, 1, 1, 3, 1, 1]
 #: Shapes of twelve nodes: drafter, its options besides the model, number of levels, and verifiers.

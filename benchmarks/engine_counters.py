@@ -27,8 +27,8 @@ from llamacpp_server import served
 from transformers import AutoTokenizer
 from vllm_process import crossdraft, output_of, run_in_vllm
 
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.models.resolve import resolve
+from crossdraft import Sampling
+from crossdraft.models import resolve
 
 TARGET, TOKENS = "smollm2-135m-instruct", 64
 QUESTIONS = [

@@ -49,20 +49,16 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers import __version__ as TRANSFORMERS
 
-from crossdraft.drafters.heads.eagle3 import Eagle3Head
-from crossdraft.drafters.heads.eagle_weights import make_config
-from crossdraft.framework.api.build import TargetContext, build_decoder, configured, make_slots, slot_length
+from crossdraft import LM, LoadedModel, Sampling
+from crossdraft.framework.api.build import slot_length
 from crossdraft.framework.bench import memory
 from crossdraft.framework.cli.cost.pass_timing import measure_curve
-from crossdraft.framework.contracts.lm import LM
-from crossdraft.framework.contracts.models import LoadedModel
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.engine.decoder import Decoder
 from crossdraft.framework.engine.stopwatch import Stopwatch
 from crossdraft.framework.lm.attention.flex import DEVICES, FLEX
 from crossdraft.framework.lm.layer_surgery import own_modules
 from crossdraft.framework.lm.vocab_adapter import adapt_vocab
-from crossdraft.framework.models.device import pick_device
+from crossdraft.heads import Eagle3Head, make_config
+from crossdraft.models import Decoder, TargetContext, build_decoder, configured, make_slots, pick_device
 
 Ids = list[int]
 #: What a part yields: the key of a row, and the function that measures it.

@@ -22,18 +22,13 @@ from typing import Any, cast
 import torch
 from tabulate import tabulate
 
+from crossdraft import LoadedModel, Sampling, load_model, load_prompts
 from crossdraft.drafters.draft_model.draft_model import DraftModelChain
-from crossdraft.framework.api.generate import pair_decoder
-from crossdraft.framework.contracts.models import LoadedModel
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.engine.decoder import Decoder
 from crossdraft.framework.lm.cuda_graphs import CudaGraphRunner
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 from crossdraft.framework.lm.vocab_adapter import FittedLM
-from crossdraft.framework.models.chat import encode
-from crossdraft.framework.models.load import load_model
 from crossdraft.framework.plugins import get
-from crossdraft.framework.recipe.prompts import load_prompts
+from crossdraft.models import Decoder, encode, pair_decoder
 
 DRAFTERS = ("none", "prompt-lookup", "draft-model")
 PHASES = ("draft", "target", "verify", "rest")

@@ -44,18 +44,11 @@ from crossdraft_advisor.engines.engine_cell import EngineCell
 from tabulate import tabulate
 from transformers import __version__ as TRANSFORMERS
 
-from crossdraft.framework.api.build import make_slots
-from crossdraft.framework.api.generate import pair_decoder
-from crossdraft.framework.contracts.models import LoadedModel
-from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft import LoadedModel, Sampling, load_model, load_prompts
 from crossdraft.framework.lm.cuda_graphs import CaptureLimits, recording
 from crossdraft.framework.lm.layer_surgery import own_modules
-from crossdraft.framework.metrics.intervals import estimate
-from crossdraft.framework.models.chat import encode
-from crossdraft.framework.models.load import load_model
-from crossdraft.framework.recipe.prompts import load_prompts
-from crossdraft.framework.recipe.recipe import CellConfig
-from crossdraft.framework.util.estimate import estimate_text
+from crossdraft.models import encode, make_slots, pair_decoder
+from crossdraft.runs import CellConfig, estimate, estimate_text
 
 Ids = list[int]
 MODES = PLAIN, NGRAM, DRAFT_MODEL = "plain", "n-gram", "draft-model"

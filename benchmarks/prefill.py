@@ -14,9 +14,8 @@ import time
 import torch
 from tabulate import tabulate
 
-from crossdraft import load_model
+from crossdraft import load_model, on_device
 from crossdraft.framework.lm.transformers_lm import TransformersLM
-from crossdraft.framework.util.tensors import on_device
 
 
 @torch.inference_mode()

@@ -44,7 +44,7 @@ from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 from scipy import interpolate, optimize, sparse, special, stats
 from tabulate import tabulate
 
-from crossdraft.framework.util.estimate import Estimate
+from crossdraft import Estimate
 
 SERIES = Path(__file__).parent / "published" / "series.yaml"
 #: Levels of knowledge, beside the tokens per step of each length.

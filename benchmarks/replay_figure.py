@@ -27,10 +27,9 @@ from crossdraft_page.charts.style import batch_axis, encoded, label, legend, mar
 from crossdraft_page.charts.style import entry as legend_entry
 from tabulate import tabulate
 
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.cost.curve import Curve, stored_curves
+from crossdraft import Sampling
 from crossdraft.framework.cost.prediction import CellStatistics, Prediction, predict
-from crossdraft.framework.util.estimate import estimate_text
+from crossdraft.runs import Curve, estimate_text, stored_curves
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

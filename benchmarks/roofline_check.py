@@ -30,8 +30,8 @@ from crossdraft_advisor.roofline.accelerators import accelerator
 from crossdraft_advisor.roofline.roofline import EFFICIENCY, Products, Roofline, Shape
 from tabulate import tabulate
 
-from crossdraft.framework.cost.curve import Curve
 from crossdraft.framework.cost.prediction import CellStatistics, predict, stops_paying
+from crossdraft.runs import Curve
 
 #: Context length in tokens: not published; MT-bench and short answers come to a few hundred.
 CONTEXT = 512

@@ -24,8 +24,8 @@ from crossdraft_advisor.replay.replay import replay
 from crossdraft_advisor.replay.responses import Reader
 from tabulate import tabulate
 
+from crossdraft import Sampling
 from crossdraft.framework import plugins
-from crossdraft.framework.contracts.sampling import Sampling
 
 TARGET = "smollm2-135m-instruct"
 #: Categories with short prompts.

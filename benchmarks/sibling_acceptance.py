@@ -16,14 +16,10 @@ import numpy as np
 from scipy.optimize import isotonic_regression
 from tabulate import tabulate
 
+from crossdraft import Sampling, StepEvent, load_model, load_prompts
 from crossdraft.drafters.autoregressive.sequoia import best_tree
-from crossdraft.framework.api.generate import pair_decoder
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.contracts.steps import StepEvent
-from crossdraft.framework.metrics.intervals import estimate
-from crossdraft.framework.models.chat import encode
-from crossdraft.framework.models.load import load_model
-from crossdraft.framework.recipe.prompts import load_prompts
+from crossdraft.models import encode, pair_decoder
+from crossdraft.runs import estimate
 
 
 def main() -> None:

@@ -38,12 +38,10 @@ from crossdraft_advisor.simulate.replica import EngineSettings, simulate
 from crossdraft_advisor.simulate.request import Pool, SimulatedRequest, read_pool
 from tabulate import tabulate
 
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.cost.curve import CostCurve, Point
-from crossdraft.framework.models.chat import encode
-from crossdraft.framework.recipe.prompts import load_prompts
-from crossdraft.framework.recipe.recipe import CellConfig
-from crossdraft.framework.runs.records import CellResult
+from crossdraft import Sampling, load_prompts
+from crossdraft.framework.cost.curve import Point
+from crossdraft.models import encode
+from crossdraft.runs import CellConfig, CellResult, CostCurve
 
 
 def waited() -> float:

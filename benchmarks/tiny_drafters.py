@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_heads import HIDDEN, LAYERS, TOKENS, VOCABULARY, prompts, save_head, save_target, train_head
+from tiny_heads import HIDDEN, LAYERS, VOCABULARY, prompts, save_head, save_target, train_head
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoTokenizer
 
-from crossdraft import generate
 from crossdraft.drafters.heads.medusa.weights import MedusaHeads, save_heads
 
 #: A system prompt of its own, and a beginning of the answer.
@@ -45,14 +44,6 @@ def save_chat_target(path: Path) -> str:
 def chat_prompts(count: int, seed: int) -> list[list[int]]:
     """`prompts` in the template."""
     return [[0, 2, 7, 8, 3, *prompt, 4, 5] for prompt in prompts(count, seed)]
-
-
-def training_texts(target: Any, count: int = 1024) -> Tensor:
-    """Sampled texts of the target, without its template."""
-    starts = prompts(count, 0)
-    options = {"max_new_tokens": TOKENS, "temperature": 1.0, "ignore_eos": True, "seed": 0}
-    responses = generate(target, starts, batch_size=128, **options)
-    return torch.tensor([[*start, *response.tokens] for start, response in zip(starts, responses, strict=True)])
 
 
 #: ``make(target, texts, steps, early)``: functions that write the earlier checkpoint, then the last one.

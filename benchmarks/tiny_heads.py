@@ -6,7 +6,6 @@ it has an own embedding, an own vocabulary, norms of the features, and rotates h
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,7 @@ from torch.nn import functional
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from crossdraft import generate
-from crossdraft.drafters.heads.eagle3 import Eagle3Head
-from crossdraft.drafters.heads.eagle_weights import make_config
+from crossdraft.heads import Eagle3Head, make_config
 
 VOCABULARY, DRAFTED, HIDDEN, HEADS, DEPTH = 128, 112, 64, 2, 4
 #: Hidden states that the head reads, of `DEPTH` layers.
@@ -149,12 +147,10 @@ def roll_out(head: Any, target: Any, layers: Sequence[int], ids: Tensor, steps: 
 
 
 def save_head(head: Eagle3Head, path: Path) -> str:
-    """Write the head, its embedding and its share of rotated channels."""
+    """Write the head and its embedding."""
     head.save(path, layers=LAYERS)
     (file,) = path.glob("*.safetensors")
     tensors: dict[str, Tensor] = load_file(file)
     tensors["embed_tokens.weight"] = head.embed_tokens.weight.detach().contiguous()
     save_file(tensors, file)
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    (path / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     return str(path)

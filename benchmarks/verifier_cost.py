@@ -25,13 +25,20 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
+from crossdraft import (
+    CHAIN,
+    GREEDY_DRAFT,
+    IID,
+    WITHOUT_REPLACEMENT,
+    CounterRng,
+    Draft,
+    DraftKind,
+    Sampling,
+    StepRng,
+    Verifier,
+)
 from crossdraft.drafters.autoregressive.trees import TreeTemplate, grow_static
 from crossdraft.framework import plugins
-from crossdraft.framework.contracts.draft import Draft
-from crossdraft.framework.contracts.draft_kind import CHAIN, GREEDY_DRAFT, IID, WITHOUT_REPLACEMENT, DraftKind
-from crossdraft.framework.contracts.rng import CounterRng, StepRng
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.contracts.verifier import Verifier
 from crossdraft.framework.engine.compiled_verifier import CompiledVerifier
 
 GAMMA, LENGTH, BRANCHING = 8, 4, (2, 2, 1)

@@ -18,6 +18,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
+from ..._published import homes
 from ..util.releases import release
 
 #: Directories of a Python installation; libraries in them are identified by version.
@@ -123,11 +124,13 @@ def _imports(module: str, file: Path) -> tuple[str, ...]:
     names: dict[str, None] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names |= dict.fromkeys(alias.name for alias in node.names)
+            for alias in node.names:
+                names |= dict.fromkeys([alias.name, *homes(alias.name).values()])
         elif isinstance(node, ast.ImportFrom):
             base = _absolute(node, package)
-            # ``from package import name``: the name may be a module or an attribute.
-            names |= dict.fromkeys([base, *(f"{base}.{alias.name}" for alias in node.names)])
+            # ``from package import name``: the name may be a module, an attribute, or published for another module.
+            parts = [homes(base).get(alias.name, f"{base}.{alias.name}") for alias in node.names]
+            names |= dict.fromkeys([base, *parts])
     return tuple(names)
 
 

@@ -17,11 +17,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from crossdraft import printable
+from crossdraft import CrossdraftError, Launcher, UsageError, Work, Worker, printable
 from crossdraft.commands import fault
 from crossdraft.framework import plugins
-from crossdraft.framework.contracts.launcher import Launcher, Work, Worker
-from crossdraft.framework.errors import CrossdraftError, UsageError
 from crossdraft.framework.models.placement import SPREAD
 from crossdraft.framework.runs.interrupts import user_interrupted
 from crossdraft.framework.runs.shards import FILE, Shard, merge_environments

@@ -7,7 +7,8 @@ import subprocess
 from collections import Counter
 from typing import Any
 
-from crossdraft.framework.contracts.launcher import Launcher, Work, Worker, exit_status
+from crossdraft import Launcher, Work, Worker
+from crossdraft.framework.contracts.launcher import exit_status
 
 
 class Local(Launcher):

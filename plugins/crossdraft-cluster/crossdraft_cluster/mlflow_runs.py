@@ -10,9 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from crossdraft import first_line, need
-from crossdraft.framework.contracts.hookspecs import hookimpl
-from crossdraft.framework.errors import UsageError
+from crossdraft import UsageError, first_line, hookimpl, need
 
 from .numbers import numbers, options, title
 

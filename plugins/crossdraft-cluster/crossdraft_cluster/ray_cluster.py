@@ -8,9 +8,7 @@ from typing import Any
 
 from pydantic import Field
 
-from crossdraft import first_line, need
-from crossdraft.framework.contracts.launcher import Launcher, LauncherConfig, Work, Worker
-from crossdraft.framework.errors import UsageError
+from crossdraft import Launcher, LauncherConfig, UsageError, Work, Worker, first_line, need
 
 
 class RayConfig(LauncherConfig):

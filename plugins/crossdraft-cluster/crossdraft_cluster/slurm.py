@@ -6,9 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from crossdraft import first_line, need
-from crossdraft.framework.contracts.launcher import Launcher, LauncherConfig, Work, Worker
-from crossdraft.framework.errors import UsageError
+from crossdraft import Launcher, LauncherConfig, UsageError, Work, Worker, first_line, need
 from crossdraft.framework.util.stored_code import own_directory
 
 

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from crossdraft import need
-from crossdraft.framework.contracts.hookspecs import hookimpl
+from crossdraft import hookimpl, need
 
 from .numbers import numbers, options, title
 

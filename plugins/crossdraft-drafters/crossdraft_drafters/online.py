@@ -22,13 +22,20 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from crossdraft import (
+    LM,
+    Draft,
+    DraftContext,
+    DraftTraits,
+    Sampling,
+    Scores,
+    Sequences,
+    StepRng,
+    StrategyConfig,
+    Verdict,
+)
 from crossdraft.drafters.autoregressive.chain_drafter import ChainDrafter
 from crossdraft.drafters.draft_model.draft_model import ChainConfig
-from crossdraft.framework.contracts.draft import Draft, Scores, Sequences, Verdict
-from crossdraft.framework.contracts.drafter import DraftContext, DraftTraits, StrategyConfig
-from crossdraft.framework.contracts.lm import LM
-from crossdraft.framework.contracts.rng import StepRng
-from crossdraft.framework.contracts.sampling import Sampling
 
 
 class Rejected(NamedTuple):

@@ -17,14 +17,23 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
+from crossdraft import (
+    CHAIN,
+    DETERMINISTIC,
+    Draft,
+    DraftContext,
+    Drafter,
+    DraftTraits,
+    Sampling,
+    Scores,
+    Sequences,
+    StepRng,
+    StrategyConfig,
+    Verdict,
+    on_device,
+    tree_constant,
+)
 from crossdraft.drafters.autoregressive.trees import Choices, TreeTemplate
-from crossdraft.framework.contracts.draft import Draft, Scores, Sequences, Verdict
-from crossdraft.framework.contracts.draft_kind import CHAIN, DETERMINISTIC
-from crossdraft.framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
-from crossdraft.framework.contracts.rng import StepRng
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.util.static_trees import tree_constant
-from crossdraft.framework.util.tensors import on_device
 
 #: The published tree of 80 nodes and six levels: number of children, of ranks 0, 1, .., of each inner node.
 _PUBLISHED: dict[tuple[int, ...], int] = {

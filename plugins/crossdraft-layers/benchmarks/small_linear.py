@@ -27,8 +27,8 @@ from tabulate import tabulate
 from torch import nn
 from torch.nn import functional
 
+from crossdraft import load_model
 from crossdraft.framework.lm.transformers_lm import TransformersLM
-from crossdraft.framework.models.load import load_model
 
 KERNELS = ("linear", "transposed", "packed")
 PARTS = ("layers", "passes")

@@ -27,8 +27,7 @@ from torch.nn import functional
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from crossdraft import cache_argument, need
-from crossdraft.framework.contracts.models import ModelPreparation
+from crossdraft import ModelPreparation, cache_argument, need
 from crossdraft.framework.lm.attention.sdpa import in_own_attention
 
 logger = logging.getLogger(__name__)

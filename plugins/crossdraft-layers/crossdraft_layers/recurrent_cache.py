@@ -22,11 +22,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.cache_utils import Cache
 
-from crossdraft import cache_argument
-from crossdraft.framework.contracts.models import ModelPreparation
-from crossdraft.framework.errors import ModelError
+from crossdraft import ModelError, ModelPreparation, cache_argument, counting, on_device
 from crossdraft.framework.lm.architectures import recurrent_layers
-from crossdraft.framework.util.tensors import counting, on_device
 from crossdraft.models import RaggedCache, WritePlan, close
 
 from .recurrent_layers import Adapter, extend_modules, keep_states, recurrent_modules

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import cache_utils
 
-from crossdraft import cache_argument
-from crossdraft.framework.errors import ModelError
+from crossdraft import ModelError, cache_argument
 from crossdraft.framework.util.cache_argument import plain_signature
 
 #: Calls ``forward`` of a module with ``arguments``, from ``states`` (None = the start of a text) on; returns its output

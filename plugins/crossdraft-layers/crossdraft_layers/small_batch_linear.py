@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from crossdraft.framework.contracts.models import ModelPreparation
+from crossdraft import ModelPreparation
 from crossdraft.framework.models.device import cpu_features
 
 logger = logging.getLogger(__name__)

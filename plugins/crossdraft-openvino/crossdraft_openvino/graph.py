@@ -35,9 +35,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface
 
-from crossdraft.framework.errors import ModelError
+from crossdraft import ModelError, cache_dir
 from crossdraft.framework.models.device import cpu_model
-from crossdraft.framework.util.output_files import cache_dir
 from crossdraft.framework.util.stored_code import own_directory
 from crossdraft.models import recorded, text_config
 

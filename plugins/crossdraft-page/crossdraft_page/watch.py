@@ -13,8 +13,8 @@ from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from crossdraft import CrossdraftError, UsageError
 from crossdraft.commands import is_loopback_header
-from crossdraft.framework.errors import CrossdraftError, UsageError
 from crossdraft.runs import read_runs
 
 from .html.document import html_page

@@ -21,14 +21,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from crossdraft import first_line
+from crossdraft import Chunk, CrossdraftError, Limit, first_line
+from crossdraft import Response as DecodedResponse
 from crossdraft.commands import MOST_NESTING, parse_json
 from crossdraft.framework.api.output_processor import Output
-from crossdraft.framework.contracts.steps import Chunk, Request
-from crossdraft.framework.contracts.steps import Response as DecodedResponse
-from crossdraft.framework.errors import CrossdraftError
+from crossdraft.framework.contracts.steps import Request
 from crossdraft.framework.util.input_files import nested_too_deeply
-from crossdraft.framework.util.limits import Limit
 
 from .access import AccessControl
 from .constraint_compiler import ConstraintCompiler

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
+from crossdraft import Argument, Command, Sampling, UsageError
 from crossdraft.commands import MOST_ROWS, MOST_TOKENS, PREFILL_TOKENS, SamplingOptions, TrustOptions
-from crossdraft.framework.contracts.command import Argument, Command
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.errors import UsageError
 
 if TYPE_CHECKING:
-    from crossdraft.framework.contracts.models import LoadedModel
+    from crossdraft import LoadedModel
     from crossdraft.models import Decoder
 
     from .decoder_pool import DecoderPool
@@ -106,8 +104,8 @@ class Serve(SamplingOptions, TrustOptions, Command):
 
     def build_pool(self) -> DecoderPool:
         """Load the target and return the decoders for the chosen drafter and verifier. Raises UsageError."""
+        from crossdraft import load_model
         from crossdraft.framework.api.generate import compatible_pair
-        from crossdraft.framework.models.load import load_model
         from crossdraft.models import configured, load_draft_model, pair_decoder
         from crossdraft.runs import Strategy
 

@@ -17,9 +17,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Timer
 
-from crossdraft.framework.contracts.constraint import Constraint
-from crossdraft.framework.contracts.models import LoadedModel
-from crossdraft.framework.errors import UsageError
+from crossdraft import Constraint, LoadedModel, UsageError
 from crossdraft.framework.models.grammar import (
     TokenGrammar,
     compile_constraint,

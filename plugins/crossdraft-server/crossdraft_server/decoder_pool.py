@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
-from crossdraft.framework.contracts.models import LoadedModel
-from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft import LoadedModel, Sampling
 from crossdraft.models import Decoder
 
 #: Decoders kept besides the default one. Each has its own slots (KV cache) and its own drafter state.

@@ -10,14 +10,12 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from crossdraft import quoted
+from crossdraft import Constraint, CrossdraftError, Sampling, UsageError, quoted
 from crossdraft.commands import Options, fault
 from crossdraft.framework.api.generate import check_ids
 from crossdraft.framework.api.generate_args import check_text
-from crossdraft.framework.contracts.constraint import Constraint, checked_constraint
-from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.contracts.constraint import checked_constraint
 from crossdraft.framework.contracts.steps import Request
-from crossdraft.framework.errors import CrossdraftError, UsageError
 from crossdraft.models import encode_messages, encode_text, template_message
 
 from .decoder_pool import DecoderPool

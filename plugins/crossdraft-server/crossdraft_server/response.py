@@ -7,8 +7,8 @@ import time
 import uuid
 from typing import Any
 
+from crossdraft import Chunk, Response
 from crossdraft.framework.api.detokenizer import REPLACEMENT, Detokenizer
-from crossdraft.framework.contracts.steps import Chunk, Response
 
 from .protocol import CompletionRequest
 from .tools import CallParser

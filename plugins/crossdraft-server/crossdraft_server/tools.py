@@ -14,10 +14,8 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict
 
-from crossdraft import quoted
+from crossdraft import LoadedModel, UsageError, quoted
 from crossdraft.commands import Options
-from crossdraft.framework.contracts.models import LoadedModel
-from crossdraft.framework.errors import UsageError
 
 #: Response templates for chat templates with ``<tool_call>``: a JSON object with name and arguments (Hermes, Qwen), or
 #: a tag for each parameter (Qwen3-Coder, Qwen3.5).

@@ -17,11 +17,9 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from crossdraft import first_line
+from crossdraft import Chunk, CrossdraftError, Sampling, first_line
 from crossdraft.framework.api.output_processor import Output, Outputs
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.contracts.steps import Chunk, Request
-from crossdraft.framework.errors import CrossdraftError
+from crossdraft.framework.contracts.steps import Request
 
 from .decoder_pool import MAX_EXTRA_DECODERS, DecoderPool
 

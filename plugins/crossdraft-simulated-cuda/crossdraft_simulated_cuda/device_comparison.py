@@ -13,10 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from crossdraft import CounterRng
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.contracts.steps import StepEvent
-from crossdraft.framework.errors import CrossdraftError
+from crossdraft import CounterRng, CrossdraftError, Sampling, StepEvent
 from crossdraft.framework.lm.idle import free_idle
 from crossdraft.framework.plugins import get
 from crossdraft.models import Decoder, build_decoder

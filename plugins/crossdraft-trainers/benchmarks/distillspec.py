@@ -25,13 +25,9 @@ from crossdraft_advisor.replay.replay import replay
 from crossdraft_advisor.replay.responses import Reader
 from tabulate import tabulate
 
-from crossdraft.framework.api.generate import generate
+from crossdraft import Estimate, Sampling, generate, load_model, load_prompts
 from crossdraft.framework.cli.main import main as crossdraft
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.models.chat import encode
-from crossdraft.framework.models.load import load_model
-from crossdraft.framework.recipe.prompts import load_prompts
-from crossdraft.framework.util.estimate import Estimate
+from crossdraft.models import encode
 
 METHODS = {
     "forward-kl": ["--divergence", "forward-kl"],

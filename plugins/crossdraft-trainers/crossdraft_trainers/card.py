@@ -9,10 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from crossdraft.framework.api.generate import generate
-from crossdraft.framework.contracts.models import LoadedModel
-from crossdraft.framework.recipe.prompts import Prompt
-from crossdraft.framework.util.table import Table
+from crossdraft import LoadedModel, Prompt, Table, generate
 from crossdraft.models import encode, resolve, weights_sha256
 
 from .contract import Text, public

@@ -18,8 +18,8 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 from typing_extensions import TypedDict  # typing's needs Python 3.12 here
 
+from crossdraft import UsageError
 from crossdraft.commands import fault
-from crossdraft.framework.errors import UsageError
 
 from .files import replace
 

@@ -10,10 +10,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from crossdraft import Argument, ContractError, UsageError
 from crossdraft.commands import Options, TrustOptions, add_options, parsed
 from crossdraft.framework import plugins
-from crossdraft.framework.contracts.command import Argument
-from crossdraft.framework.errors import ContractError, UsageError
 
 from .export import Export
 from .heartbeat import doing, heartbeat
@@ -159,7 +158,8 @@ def _run(config: type[Options], args: argparse.Namespace) -> int:
     steps = None if _searches(config) else parsed(StepOptions, vars(args))
     options.trusted([options.target])
 
-    from crossdraft.framework.recipe.prompts import load_prompts, refuse_constraints
+    from crossdraft import load_prompts
+    from crossdraft.framework.recipe.prompts import refuse_constraints
     from crossdraft.models import pick_device, pick_dtype, resolve
 
     from .files import check_directory, claim_directory
@@ -183,7 +183,7 @@ def _run(config: type[Options], args: argparse.Namespace) -> int:
 
 def _trained(options: TrainOptions, recipe: Any, steps: StepOptions | None, questions: list[str], prompts: Any) -> Any:
     """The trainer, after it has written its result and the model card."""
-    from crossdraft.framework.models.load import load_model
+    from crossdraft import load_model
 
     from .card import measure, write_card
     from .trainer import Trainer

@@ -22,10 +22,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from crossdraft import LM, LoadedModel, UsageError
 from crossdraft.commands import Options
-from crossdraft.framework.contracts.lm import LM
-from crossdraft.framework.contracts.models import LoadedModel
-from crossdraft.framework.errors import UsageError
 
 
 @dataclass(frozen=True)

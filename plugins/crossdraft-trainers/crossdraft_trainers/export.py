@@ -7,10 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from crossdraft import Argument, Command, UsageError
 from crossdraft.commands import output_folder
 from crossdraft.framework import plugins
-from crossdraft.framework.contracts.command import Argument, Command
-from crossdraft.framework.errors import UsageError
 
 
 class Export(Command):
@@ -33,7 +32,7 @@ class Export(Command):
         if out.is_dir() and any(out.iterdir()) and not self.force:
             raise UsageError(f"--out {out}: is not empty; use a new directory, or add --force to replace its files")
 
-        from crossdraft.framework.models.load import load_model
+        from crossdraft import load_model
         from crossdraft.models import resolve
 
         from .files import staged

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from crossdraft.framework.contracts.models import LoadedModel
-from crossdraft.framework.errors import UsageError
+from crossdraft import LoadedModel, UsageError
 from crossdraft.models import recorded
 
 from .contract import Batch, Text

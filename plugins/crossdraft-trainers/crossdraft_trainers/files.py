@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from crossdraft import CrossdraftError, UsageError
 from crossdraft.commands import kind_of, output_folder, path_of, replacing
-from crossdraft.framework.errors import CrossdraftError, UsageError
 from crossdraft.framework.models.configs import COMPACT_WEIGHTS, INDEX, SHARED
 from crossdraft.framework.util.input_files import refuse_special_files
 from crossdraft.framework.util.output_files import PART

@@ -22,11 +22,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from crossdraft import LoadedModel, ModelError, NumericalError, Sampling, UsageError, on_device
 from crossdraft.commands import CONFIG_BYTES, read_json
-from crossdraft.framework.contracts.models import LoadedModel
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.errors import ModelError, NumericalError, UsageError
-from crossdraft.framework.util.tensors import on_device
 from crossdraft.models import TRANSFORMERS, make_slots
 
 from .contract import SearchConfig, Text

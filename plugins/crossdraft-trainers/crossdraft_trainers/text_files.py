@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from crossdraft import LoadedModel, UsageError
 from crossdraft.commands import LINE_BYTES, RESPONSE_FILE_BYTES, parse_json, read_lines
-from crossdraft.framework.contracts.models import LoadedModel
-from crossdraft.framework.errors import UsageError
 
 from .contract import Text
 from .writer import Chat

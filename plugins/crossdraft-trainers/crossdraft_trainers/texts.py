@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from crossdraft.framework.errors import UsageError
+from crossdraft import UsageError
 
 from .contract import Text
 from .files import replace_text, writing

@@ -25,8 +25,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm
 
-from crossdraft.framework.contracts.models import LoadedModel
-from crossdraft.framework.errors import NumericalError, UsageError
+from crossdraft import LoadedModel, NumericalError, UsageError
 from crossdraft.models import TRANSFORMERS, resolve, weights_sha256
 
 from .checkpoints import Checkpoint, check_weights, load, load_optimizer

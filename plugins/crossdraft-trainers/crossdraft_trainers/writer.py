@@ -6,10 +6,7 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 from typing import Any
 
-from crossdraft import CounterRng
-from crossdraft.framework.contracts.models import LoadedModel
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.errors import UsageError
+from crossdraft import CounterRng, LoadedModel, Sampling, UsageError
 from crossdraft.models import TargetContext, build_decoder, configured, make_slots, scoring_slots
 
 from .heartbeat import doing

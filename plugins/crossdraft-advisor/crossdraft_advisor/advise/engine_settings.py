@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from crossdraft import UsageError
 from crossdraft.framework import plugins
-from crossdraft.framework.errors import UsageError
 from crossdraft.runs import FinishedRun, group_title, mark_of, titles_of
 
 from ..engines.engine import Range, Schedule

@@ -28,7 +28,7 @@ from crossdraft.commands import (
 from ..report import Report
 
 if TYPE_CHECKING:
-    from crossdraft.framework.contracts.sampling import Sampling
+    from crossdraft import Sampling
 
     from ..samples.first_token_check import PromptDistributions, Result
 
@@ -149,7 +149,7 @@ def _prompts(
     options: CertifyModel, drafter: str, sampling: Sampling
 ) -> tuple[list[PromptDistributions], Callable[[int], str]]:
     """Both models' next-token distributions after every prompt, and a function that decodes a token."""
-    from crossdraft.framework.models.load import load_model
+    from crossdraft import load_model
     from crossdraft.models import TargetContext, encode, load_draft_model, make_slots
 
     from ..samples.first_token_check import PromptDistributions, next_token_probs

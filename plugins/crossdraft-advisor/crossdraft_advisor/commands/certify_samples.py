@@ -125,7 +125,7 @@ class CertifySamples(SamplingOptions, TrustOptions, Command):
 
     def _distributions(self, all_draws: Sequence[Draws], trees: Sequence[TokenTree]) -> Distributions:
         """The target's distribution at every position of the draws, from the file or from the model."""
-        from crossdraft.framework.models.load import load_model
+        from crossdraft import load_model
         from crossdraft.models import encode, make_slots
 
         from ..samples.foreign_samples import check_vocabulary, file_distributions

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
-from crossdraft import quoted
+from crossdraft import Argument, Command, UsageError, quoted
 from crossdraft.commands import JsonOptions, TrustOptions
-from crossdraft.framework.contracts.command import Argument, Command
-from crossdraft.framework.errors import UsageError
 from crossdraft.runs import counted
 
 from ..report import Report, right
@@ -21,7 +19,7 @@ from ..report import Report, right
 if TYPE_CHECKING:
     import numpy as np
 
-    from crossdraft.framework.contracts.models import LoadedModel
+    from crossdraft import LoadedModel
 
     from ..replay.response import Response
 
@@ -64,7 +62,7 @@ class CompareTexts(TrustOptions, JsonOptions, Command):
 
     def run(self) -> int:
         """Return 0 if all texts are the target's, up to ties, 1 if one is not, 3 if prompts or lengths differ."""
-        from crossdraft.framework.models.load import load_model
+        from crossdraft import load_model
         from crossdraft.models import tie_of
 
         trust = self.target in self.trusted([self.target])
@@ -170,7 +168,7 @@ def _check_tokens(responses: Sequence[Response], target: LoadedModel) -> None:
 
 
 def _text(results: Sequence[TextPair], target: LoadedModel, dtype: str, tie: float, near: int) -> str:
-    from crossdraft.framework.util.table import Table
+    from crossdraft import Table
 
     rows = [_row(result, target) for result in results if result.verdict != "equal"]
     columns = ["response", *right("token"), "A", "B", *right("gap A", "gap B"), "verdict"]

@@ -179,7 +179,7 @@ def _recorded(args: Diagnose) -> tuple[list[Response] | None, Sampling, str]:
 
 def _trials(args: Diagnose, setup: Setup, decoded: bool, options: dict[str, Any]) -> Iterator[Trial]:
     """Yield the readings, and what template and precision change; ``decoded``: the responses are of this call."""
-    from crossdraft.framework.contracts.misconfiguration import Misconfiguration
+    from crossdraft import Misconfiguration
 
     from ..diagnosis.readings import OF_FILES, READINGS, readings
     from ..diagnosis.trials import Trial

@@ -180,7 +180,7 @@ def _processes(args: Simulate, remarks: Remarks) -> list[ArrivalProcess]:
 
 def _pool(args: Simulate, remarks: Remarks) -> tuple[Pool, str, str]:
     """The recorded responses with their acceptance, a title, and the draft model."""
-    from crossdraft.framework.contracts.sampling import Sampling
+    from crossdraft import Sampling
 
     from ..replay.candidates import candidates_of
     from ..replay.responses import Reader

@@ -48,7 +48,7 @@ class VerifyEngine(TrustOptions, ProgramOptions, JsonOptions, Command):
 
     def run(self) -> int:
         """Return 0 if every cell is verified, 1 if one is not, 3 if one needs more draws."""
-        from crossdraft.framework.models.load import load_model
+        from crossdraft import load_model
         from crossdraft.runs import RunDirectory
 
         from ..samples.engine_checks import check_cell

@@ -24,10 +24,9 @@ from statistics import mean, median
 import numpy as np
 from scipy import stats
 
-from crossdraft import first_line
+from crossdraft import UsageError, first_line
 from crossdraft.commands import CONFIG_BYTES, MOST_TOKENS, path_of, read_json, read_text
 from crossdraft.framework.cost.curve import Point
-from crossdraft.framework.errors import UsageError
 from crossdraft.framework.util.limits import MOST_POINTS
 from crossdraft.runs import CellResult, CostCurve
 

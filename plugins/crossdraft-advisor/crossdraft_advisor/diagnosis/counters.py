@@ -6,9 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from crossdraft import quoted
-from crossdraft.framework.errors import UsageError
-from crossdraft.framework.util.table import Table
+from crossdraft import Table, UsageError, quoted
 
 from ..engines.acceptance import Acceptance
 from ..engines.formats import CounterSource, read_acceptances

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from crossdraft import Checkpoint
 from crossdraft.commands import Options, read_yaml
 from crossdraft.framework import plugins
-from crossdraft.framework.contracts.models import Checkpoint
 
 #: Nested configs of a head's layers, or of the target that an MTP module is part of; their keys count as the head's.
 _NESTED = ("transformer_layer_config", "text_config")

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.stats import norm, t
 
-from crossdraft.framework.util.estimate import Estimate
+from crossdraft import Estimate
 
 from ..engines.acceptance import Acceptance, conditional_rates
 from ..replay.engine_counts import EngineCounts

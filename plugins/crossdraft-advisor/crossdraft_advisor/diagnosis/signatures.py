@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from scipy.special import logit
 
-from crossdraft.framework.errors import UsageError
+from crossdraft import UsageError
 from crossdraft.framework.metrics.shorter_drafts import shorter_drafts
 
 from ..engines.acceptance import Acceptance, conditional_rates

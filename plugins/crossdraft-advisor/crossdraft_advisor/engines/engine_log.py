@@ -15,9 +15,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from crossdraft import printable
+from crossdraft import UsageError, printable
 from crossdraft.commands import MOST_NESTING, parse_json, path_of, read_bytes
-from crossdraft.framework.errors import UsageError
 
 from ..limits import METRICS_BYTES
 from .http_response import HEADERS, HttpResponse, NetworkError, redacted, without_password

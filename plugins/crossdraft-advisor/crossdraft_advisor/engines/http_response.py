@@ -34,10 +34,8 @@ from urllib.request import (
     getproxies,
 )
 
-from crossdraft import first_line, printable, quoted
+from crossdraft import CrossdraftError, Limit, UsageError, first_line, printable, quoted
 from crossdraft.commands import is_loopback
-from crossdraft.framework.errors import CrossdraftError, UsageError
-from crossdraft.framework.util.limits import Limit
 
 from ..limits import METRICS_BYTES
 

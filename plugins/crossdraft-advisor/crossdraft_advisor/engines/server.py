@@ -29,11 +29,8 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from crossdraft import first_line, printable, quoted
+from crossdraft import Limit, ModelError, Sampling, UsageError, first_line, printable, quoted
 from crossdraft.commands import Options, parse_json
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.errors import ModelError, UsageError
-from crossdraft.framework.util.limits import Limit
 
 from ..limits import EVENT_BYTES
 from .engine_log import ESCAPES

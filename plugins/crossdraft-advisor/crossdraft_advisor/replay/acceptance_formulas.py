@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from crossdraft.framework.errors import NumericalError, UsageError
+from crossdraft import NumericalError, UsageError
 
 from .teacher_forcing.iid_chains import TRANSITIONS, chain_survival
 from .teacher_forcing.scoring import DraftScores, shifted_windows

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from crossdraft.framework.util.estimate import Estimate
+from crossdraft import Estimate
 from crossdraft.runs import bounded_estimate, ratio, ratio_difference
 
 from .step_chain import Steps

@@ -10,14 +10,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from crossdraft import UsageError
 from crossdraft.commands import replace_text
-from crossdraft.framework.errors import UsageError
 from crossdraft.framework.util.releases import release
 
 from ..report import log
 
 if TYPE_CHECKING:
-    from crossdraft.framework.contracts.sampling import Sampling
+    from crossdraft import Sampling
 
 #: Distributions whose code determines the responses.
 _RELEASES = ("crossdraft", "torch", "transformers", "tokenizers")
@@ -43,8 +43,8 @@ def baseline_responses(
     its digest. ``maximum``: new tokens per response; ``chat``: see `models.chat.encode`. Raises UsageError for prompts
     that cannot be read, or a file that cannot be written.
     """
-    from crossdraft.framework.recipe.prompts import load_prompts, refuse_constraints
-    from crossdraft.framework.util.output_files import cache_dir
+    from crossdraft import cache_dir, load_prompts
+    from crossdraft.framework.recipe.prompts import refuse_constraints
     from crossdraft.models import model_sha256, pick_device, pick_dtype, resolve, settings_sha256, weights_sha256
 
     rows = load_prompts(prompts, limit=limit)
@@ -94,8 +94,8 @@ def _digest(data: bytes) -> str:
 def _decode(
     name: str, texts: Sequence[str], sampling: Sampling, maximum: int, chat: bool | None, options: dict[str, Any]
 ) -> list[dict[str, Any]]:
+    from crossdraft import load_model
     from crossdraft.framework.contracts.steps import raise_failed
-    from crossdraft.framework.models.load import load_model
     from crossdraft.models import encode, pair_decoder
 
     target = load_model(name, **options)

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from crossdraft import Sampling, UsageError
+from crossdraft import DraftTraits, Sampling, UsageError
 from crossdraft.commands import permits
-from crossdraft.framework.contracts.drafter import DraftTraits
 from crossdraft.framework.util.limits import MOST_LISTED
 from crossdraft.models import Configured, configured
 from crossdraft.runs import Strategy, counted

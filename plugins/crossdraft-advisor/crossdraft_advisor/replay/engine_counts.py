@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from crossdraft.framework.errors import UsageError
+from crossdraft import UsageError
 
 from ..engines.acceptance import Acceptance
 from ..engines.counter_definitions import DEFINITIONS, PREFILL_TOKENS, CounterDefinition

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from crossdraft import printable, quoted
-from crossdraft.framework.errors import CrossdraftError, UsageError
+from crossdraft import CrossdraftError, UsageError, printable, quoted
 from crossdraft.framework.models.segments import MARKERS
 from crossdraft.models import TokenizerOf, render_messages, template_message
 

@@ -21,10 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from crossdraft import quoted
+from crossdraft import Sampling, UsageError, quoted
 from crossdraft.commands import MOST_NAME, MOST_TOKENS, describe_forbidden_char
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.errors import UsageError
 from crossdraft.framework.util.input_files import UNPRINTABLE
 from crossdraft.models import encode_messages, encode_text
 

@@ -10,11 +10,8 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from crossdraft import quoted
+from crossdraft import Sampling, UsageError, load_tokenizer, quoted
 from crossdraft.commands import MOST_TOKENS, MOST_WIDTH
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.errors import UsageError
-from crossdraft.framework.models.tokenizer import load_tokenizer
 from crossdraft.models import TokenizerOf
 
 MIN_LOG_P = -100.0  # smallest log-probability of a sampled token (engines write -9999 for minus infinity)

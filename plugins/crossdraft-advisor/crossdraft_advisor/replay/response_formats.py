@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
+from crossdraft import ContractError, UsageError
 from crossdraft.framework import plugins
-from crossdraft.framework.errors import ContractError, UsageError
 
 from .generated_text import GENERATED_KEYS
 from .response import ParseContext

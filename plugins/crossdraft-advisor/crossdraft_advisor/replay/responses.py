@@ -18,7 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from crossdraft import printable, quoted
+from crossdraft import Prompt, Sampling, UsageError, printable, quoted
 from crossdraft.commands import (
     LINE_BYTES,
     RESPONSE_FILE_BYTES,
@@ -30,9 +30,7 @@ from crossdraft.commands import (
     read_text,
 )
 from crossdraft.framework import plugins
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.errors import UsageError
-from crossdraft.framework.recipe.prompts import Prompt, rows
+from crossdraft.framework.recipe.prompts import rows
 from crossdraft.framework.runs.run_directory import read_cell_config
 from crossdraft.models import encode, encode_text
 from crossdraft.runs import RunDirectory

@@ -8,9 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from crossdraft import quoted
+from crossdraft import UnknownNameError, UsageError, quoted
 from crossdraft.commands import path_of, read_yaml
-from crossdraft.framework.errors import UnknownNameError, UsageError
 from crossdraft.framework.recipe.yaml_errors import Places
 
 

@@ -21,11 +21,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from crossdraft import first_line, printable, quoted
+from crossdraft import ModelError, UsageError, first_line, printable, quoted
 from crossdraft.commands import CONFIG_BYTES, kind_of, path_of, read_json
 from crossdraft.framework import plugins
 from crossdraft.framework.cli.options.machine import MachineOptions
-from crossdraft.framework.errors import ModelError, UsageError
 from crossdraft.framework.models.configs import check_config
 from crossdraft.models import refuse_quantized, split_adapter
 

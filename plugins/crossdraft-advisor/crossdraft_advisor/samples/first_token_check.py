@@ -29,17 +29,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crossdraft import incompatible
+from crossdraft import (
+    LM,
+    ContractError,
+    Draft,
+    Drafter,
+    NumericalError,
+    Sampling,
+    Sequences,
+    UnknownNameError,
+    UsageError,
+    Verdict,
+    Verifier,
+    incompatible,
+)
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate.drafts import DRAFTS
 from crossdraft.framework.certificate.table_lm import ToyContext
-from crossdraft.framework.contracts.draft import Draft, Sequences, Verdict
-from crossdraft.framework.contracts.drafter import Drafter
-from crossdraft.framework.contracts.lm import LM
 from crossdraft.framework.contracts.rng import RngSource
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.contracts.verifier import Verifier
-from crossdraft.framework.errors import ContractError, NumericalError, UnknownNameError, UsageError
 
 REJECTED = 1e-6  # p-value below which a distribution is rejected
 #: Bytes of one batch of distributions (small on CPUs, for their caches); at most `LARGEST_BATCH` samples.

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crossdraft import quoted
+from crossdraft import UsageError, quoted
 from crossdraft.commands import (
     LINE_BYTES,
     MOST_WIDTH,
@@ -27,7 +27,6 @@ from crossdraft.commands import (
     parse_json,
     read_lines,
 )
-from crossdraft.framework.errors import UsageError
 from crossdraft.framework.util.input_files import BROKEN
 
 from .equivalence import BATCH_ELEMENTS

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from crossdraft import first_line, printable, quoted
+from crossdraft import UsageError, first_line, printable, quoted
 from crossdraft.commands import (
     LINE_BYTES,
     MOST_TOKENS,
@@ -31,7 +31,6 @@ from crossdraft.commands import (
     read_lines,
     read_text,
 )
-from crossdraft.framework.errors import UsageError
 from crossdraft.framework.util.limits import MOST_DIGITS
 from crossdraft.runs import counted
 

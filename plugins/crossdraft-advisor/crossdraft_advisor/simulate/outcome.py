@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from crossdraft.framework.util.estimate import Estimate
+from crossdraft import Estimate
 from crossdraft.runs import estimate, ratio
 
 from .arrivals import ArrivalProcess

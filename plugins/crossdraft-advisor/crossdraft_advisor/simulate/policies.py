@@ -14,10 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from crossdraft import quoted
+from crossdraft import MOST_NODES, UsageError, quoted
 from crossdraft.commands import MOST_ROWS
-from crossdraft.framework.errors import UsageError
-from crossdraft.framework.util.limits import MOST_NODES
 from crossdraft.runs import Curve
 
 from .request import Pool, SimulatedRequest

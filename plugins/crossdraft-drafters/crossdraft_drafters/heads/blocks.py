@@ -14,16 +14,21 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from crossdraft import (
+    CHAIN,
+    MOST_LEVELS,
+    Draft,
+    DraftContext,
+    DraftTraits,
+    Sampling,
+    Sequences,
+    StepRng,
+    StrategyConfig,
+    UsageError,
+    on_device,
+)
 from crossdraft.drafters.autoregressive.draft_model import LengthPolicy, grow_chain
 from crossdraft.drafters.autoregressive.policies import POLICIES, Policy, Static
-from crossdraft.framework.contracts.draft import Draft, Sequences
-from crossdraft.framework.contracts.draft_kind import CHAIN
-from crossdraft.framework.contracts.drafter import DraftContext, DraftTraits, StrategyConfig
-from crossdraft.framework.contracts.rng import StepRng
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.errors import UsageError
-from crossdraft.framework.util.limits import MOST_LEVELS
-from crossdraft.framework.util.tensors import on_device
 from crossdraft.heads import FeatureReader, expand_vocab
 
 #: Maximum draft length if gamma is not set.

@@ -37,12 +37,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from crossdraft import first_line
-from crossdraft.framework.contracts.draft import Sequences
-from crossdraft.framework.contracts.drafter import DraftContext, StrategyConfig
-from crossdraft.framework.contracts.misconfiguration import Misconfiguration
-from crossdraft.framework.util.limits import MOST_LEVELS
-from crossdraft.framework.util.tensors import on_device
+from crossdraft import MOST_LEVELS, DraftContext, Misconfiguration, Sequences, StrategyConfig, first_line, on_device
 from crossdraft.heads import (
     HeadModule,
     Rotary,
@@ -62,7 +57,7 @@ from .blocks import BlockDrafter
 from .config_keys import LAYOUTS
 
 if TYPE_CHECKING:
-    from crossdraft.framework.contracts.models import Checkpoint
+    from crossdraft import Checkpoint
 
 #: Key prefixes of DSpark's checkpoints.
 DSPARK = ("markov_head.", "confidence_head.")

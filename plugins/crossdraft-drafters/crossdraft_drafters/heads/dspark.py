@@ -22,10 +22,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from crossdraft import Checkpoint, DraftContext, StrategyConfig
 from crossdraft.drafters.autoregressive.draft_model import LengthPolicy
 from crossdraft.drafters.autoregressive.policies import Static
-from crossdraft.framework.contracts.drafter import DraftContext, StrategyConfig
-from crossdraft.framework.contracts.models import Checkpoint
 from crossdraft.heads import check_head_config, merged_config, near, renamed, with_rows
 
 from .blocks import BlockConfig

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from crossdraft.framework.contracts.models import Checkpoint
+    from crossdraft import Checkpoint
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d{1,6})\.(gate_proj|up_proj|down_proj)\.weight")
 _SCALE = "_scale_inv"

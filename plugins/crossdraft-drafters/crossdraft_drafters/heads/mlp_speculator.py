@@ -22,21 +22,28 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
+from crossdraft import (
+    CHAIN,
+    MOST_LEVELS,
+    Draft,
+    DraftContext,
+    DraftTraits,
+    Sampling,
+    Scores,
+    Sequences,
+    StepRng,
+    StrategyConfig,
+    Verdict,
+    on_device,
+)
 from crossdraft.drafters.autoregressive.draft_model import grow_chain
 from crossdraft.drafters.autoregressive.policies import POLICIES, Policy, Static
-from crossdraft.framework.contracts.draft import Draft, Scores, Sequences, Verdict
-from crossdraft.framework.contracts.draft_kind import CHAIN
-from crossdraft.framework.contracts.drafter import DraftContext, DraftTraits, StrategyConfig
-from crossdraft.framework.contracts.rng import StepRng
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.util.limits import MOST_LEVELS
-from crossdraft.framework.util.tensors import on_device
 from crossdraft.heads import LastStateReader, check_head_config, near, remark, with_rows
 
 from .config_keys import LAYOUTS
 
 if TYPE_CHECKING:
-    from crossdraft.framework.contracts.models import Checkpoint
+    from crossdraft import Checkpoint
 
 _EPS = 1e-6
 _STAGE = re.compile(r"(emb|proj|head|ln)\.(\d{1,4})\.(weight|bias)")

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from crossdraft.framework.contracts.drafter import DraftContext
-from crossdraft.framework.util.tensors import on_device
+from crossdraft import DraftContext, on_device
 from crossdraft.heads import expand_vocab
 
 

@@ -25,9 +25,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from crossdraft import cache_argument
-from crossdraft.framework.contracts.models import Checkpoint
-from crossdraft.framework.errors import ModelError
+from crossdraft import Checkpoint, ModelError, cache_argument
 from crossdraft.heads import (
     UNUSED_TENSOR,
     FeatureDrafter,

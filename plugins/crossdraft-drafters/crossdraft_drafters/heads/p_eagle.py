@@ -17,17 +17,15 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from crossdraft import MOST_LEVELS, Sequences, on_device
 from crossdraft.drafters.heads.eagle3 import LAYERS
-from crossdraft.framework.contracts.draft import Sequences
-from crossdraft.framework.util.limits import MOST_LEVELS
-from crossdraft.framework.util.tensors import on_device
 from crossdraft.heads import Eagle3Head, check_head_config, merged_config, read_head
 
 from .blocks import BlockConfig, BlockDrafter
 from .config_keys import LAYOUTS
 
 if TYPE_CHECKING:
-    from crossdraft.framework.contracts.models import Checkpoint
+    from crossdraft import Checkpoint
 
 #: Config keys of the mask token's id: that of speculators, then those of serving engines.
 _MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from crossdraft.framework.contracts.lm import LM
-from crossdraft.framework.util.tensors import on_device
+from crossdraft import LM, on_device
 
 
 class MutableTailLM:

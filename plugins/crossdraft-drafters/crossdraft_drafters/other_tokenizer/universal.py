@@ -21,15 +21,22 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from crossdraft import (
+    CHAIN,
+    LM,
+    Draft,
+    DraftContext,
+    DraftTraits,
+    ModelError,
+    Sampling,
+    Scores,
+    Sequences,
+    StepRng,
+    StrategyConfig,
+    Verdict,
+)
 from crossdraft.drafters.autoregressive.chain_drafter import ChainDrafter, PolicyConfig
 from crossdraft.drafters.autoregressive.draft_model import grow_chain
-from crossdraft.framework.contracts.draft import Draft, Scores, Sequences, Verdict
-from crossdraft.framework.contracts.draft_kind import CHAIN
-from crossdraft.framework.contracts.drafter import DraftContext, DraftTraits, StrategyConfig
-from crossdraft.framework.contracts.lm import LM
-from crossdraft.framework.contracts.rng import StepRng
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.errors import ModelError
 
 from .mutable_tail_lm import MutableTailLM
 from .retokenize import LONGEST, Retokenizer

@@ -20,12 +20,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from crossdraft import LM, MOST_LEVELS, Draft, ModelError, Sequences, StepRng
 from crossdraft.drafters.autoregressive.chain_drafter import ChainDrafter, PolicyConfig
-from crossdraft.framework.contracts.draft import Draft, Sequences
-from crossdraft.framework.contracts.lm import LM
-from crossdraft.framework.contracts.rng import StepRng
-from crossdraft.framework.errors import ModelError
-from crossdraft.framework.util.limits import MOST_LEVELS
 
 from .own_layers import depth_of, target_of
 

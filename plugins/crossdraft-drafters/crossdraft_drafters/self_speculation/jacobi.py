@@ -21,13 +21,21 @@ from typing import Any
 from pydantic import Field
 from torch import Tensor, cat
 
-from crossdraft.framework.contracts.draft import Draft, Scores, Sequences, Verdict
-from crossdraft.framework.contracts.draft_kind import CHAIN
-from crossdraft.framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
-from crossdraft.framework.contracts.rng import StepRng
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.util.limits import MOST_LEVELS
-from crossdraft.framework.util.tensors import on_device
+from crossdraft import (
+    CHAIN,
+    MOST_LEVELS,
+    Draft,
+    DraftContext,
+    Drafter,
+    DraftTraits,
+    Sampling,
+    Scores,
+    Sequences,
+    StepRng,
+    StrategyConfig,
+    Verdict,
+    on_device,
+)
 
 
 class Jacobi(Drafter):

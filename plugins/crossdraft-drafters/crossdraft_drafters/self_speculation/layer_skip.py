@@ -20,12 +20,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
+from crossdraft import LM, MOST_LEVELS, Draft, ModelError, Sequences, StepRng, UsageError
 from crossdraft.drafters.autoregressive.chain_drafter import ChainDrafter, PolicyConfig
-from crossdraft.framework.contracts.draft import Draft, Sequences
-from crossdraft.framework.contracts.lm import LM
-from crossdraft.framework.contracts.rng import StepRng
-from crossdraft.framework.errors import ModelError, UsageError
-from crossdraft.framework.util.limits import MOST_LEVELS
 
 from .own_layers import depth_of, target_of
 

@@ -25,13 +25,23 @@ from typing import Any
 from pydantic import Field, model_validator
 from torch import Tensor, arange
 
-from crossdraft.framework.contracts.draft import Draft, Scores, Sequences, Verdict
-from crossdraft.framework.contracts.draft_kind import DETERMINISTIC
-from crossdraft.framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
-from crossdraft.framework.contracts.rng import StepRng
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.util.limits import MOST_LEVELS, MOST_NODES, MOST_SIBLINGS
-from crossdraft.framework.util.tensors import on_device
+from crossdraft import (
+    DETERMINISTIC,
+    MOST_LEVELS,
+    MOST_NODES,
+    MOST_SIBLINGS,
+    Draft,
+    DraftContext,
+    Drafter,
+    DraftTraits,
+    Sampling,
+    Scores,
+    Sequences,
+    StepRng,
+    StrategyConfig,
+    Verdict,
+    on_device,
+)
 
 #: A draft of one row: tokens, and the index of each one's parent, -1 = the root.
 Tree = tuple[list[int], list[int]]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from crossdraft.framework.contracts.drafter import DraftContext
-from crossdraft.framework.contracts.lm import LM
-from crossdraft.framework.errors import ModelError
+from crossdraft import LM, DraftContext, ModelError
 
 
 def target_of(context: DraftContext, drafter: str) -> LM:

@@ -22,15 +22,21 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from crossdraft.framework.contracts.draft import Draft, Sequences
-from crossdraft.framework.contracts.draft_kind import CHAIN
-from crossdraft.framework.contracts.drafter import DraftContext, Drafter, DraftTraits, StrategyConfig
-from crossdraft.framework.contracts.models import Checkpoint
-from crossdraft.framework.contracts.rng import StepRng
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.errors import UsageError
-from crossdraft.framework.util.limits import MOST_LEVELS
-from crossdraft.framework.util.tensors import on_device
+from crossdraft import (
+    CHAIN,
+    MOST_LEVELS,
+    Checkpoint,
+    Draft,
+    DraftContext,
+    Drafter,
+    DraftTraits,
+    Sampling,
+    Sequences,
+    StepRng,
+    StrategyConfig,
+    UsageError,
+    on_device,
+)
 
 from .own_layers import depth_of, target_of
 from .pass_weights import read_embeddings

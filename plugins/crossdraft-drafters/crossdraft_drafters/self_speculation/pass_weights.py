@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from crossdraft.framework.util.limits import MOST_LEVELS
+from crossdraft import MOST_LEVELS
 
 if TYPE_CHECKING:
-    from crossdraft.framework.contracts.models import Checkpoint
+    from crossdraft import Checkpoint
 
 #: Name of the tensor.
 KEY = "embeddings"

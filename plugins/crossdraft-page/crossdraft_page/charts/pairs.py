@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from crossdraft.framework.util.estimate import Estimate
+    from crossdraft import Estimate
     from crossdraft.runs import CellResult, Metrics
 
 #: Height of a pair in a list of pairs, in inches.

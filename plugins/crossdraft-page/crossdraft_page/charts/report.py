@@ -7,9 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from crossdraft import printable
-from crossdraft.framework.errors import UnknownNameError, UsageError
-from crossdraft.framework.report.report import Report
+from crossdraft import Report, UnknownNameError, UsageError, printable
 from crossdraft.runs import titles_of
 
 from .charts import chart, kinds_of, reason_missing

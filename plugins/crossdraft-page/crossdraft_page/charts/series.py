@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from crossdraft import Estimate
     from crossdraft.framework.metrics.cell_metrics import SegmentMetrics
-    from crossdraft.framework.util.estimate import Estimate
     from crossdraft.runs import CellResult
 
 #: Offset between the bars of two series: in powers of two for batch sizes, in positions for positions.

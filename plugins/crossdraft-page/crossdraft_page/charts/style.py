@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from crossdraft.framework.util.estimate import Estimate
+    from crossdraft import Estimate
 
 #: File metadata that marks charts, so that `util.output_files.check_output` recognises them.
 MARK = b"crossdraft report"

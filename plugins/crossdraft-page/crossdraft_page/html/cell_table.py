@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from crossdraft import Estimate
 from crossdraft.framework import plugins
 from crossdraft.framework.metrics.columns import meaning
 from crossdraft.framework.report.metrics_text import rate_text, speed_up_text
 from crossdraft.framework.runs.code_digest import source_of
-from crossdraft.framework.util.estimate import Estimate
 from crossdraft.runs import Mark, estimate_text, group_title, mark_of, pair_title
 
 from ..charts.style import visible

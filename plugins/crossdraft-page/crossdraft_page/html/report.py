@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from crossdraft.framework.report.report import Report
+from crossdraft import Report
 
 from .document import MARK, html_page
 

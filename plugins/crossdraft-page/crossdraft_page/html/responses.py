@@ -9,8 +9,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from crossdraft import cache_dir
 from crossdraft.framework.util.limits import SETTINGS_BYTES
-from crossdraft.framework.util.output_files import cache_dir
 from crossdraft.models import decode_tokens
 
 from .cell_table import cell_title

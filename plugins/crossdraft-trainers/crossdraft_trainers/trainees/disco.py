@@ -20,11 +20,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
+from crossdraft import LoadedModel, Sampling, UsageError, load_model
 from crossdraft.drafters.autoregressive.disco import KIND, features
-from crossdraft.framework.contracts.models import LoadedModel
-from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.errors import UsageError
-from crossdraft.framework.models.load import load_model
 from crossdraft.models import same_tokenizer, shares_embedding
 
 from ..contract import Batch, Trainee, TrainingConfig

@@ -24,10 +24,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from crossdraft.framework.contracts.command import Argument
-from crossdraft.framework.contracts.models import LoadedModel
-from crossdraft.framework.errors import UsageError
-from crossdraft.framework.models.load import load_model
+from crossdraft import Argument, LoadedModel, UsageError, load_model
 from crossdraft.models import save_sharing_embedding, shares_embedding
 
 from ..contract import Batch, Divergence, Text, Trainee, TrainingConfig, public

@@ -17,10 +17,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
+from crossdraft import Argument, LoadedModel, UsageError
 from crossdraft.drafters.heads.eagle3 import LAYERS
-from crossdraft.framework.contracts.command import Argument
-from crossdraft.framework.contracts.models import LoadedModel
-from crossdraft.framework.errors import UsageError
 from crossdraft.heads import Eagle3Head, make_config, named_layers, read_head
 from crossdraft.models import load_checkpoint
 

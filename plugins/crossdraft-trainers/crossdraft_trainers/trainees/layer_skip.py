@@ -15,9 +15,7 @@ from typing import Any
 from crossdraft_drafters.self_speculation.layer_skip import KIND
 from crossdraft_drafters.self_speculation.own_layers import depth_of
 
-from crossdraft.framework.contracts.lm import LM
-from crossdraft.framework.contracts.models import LoadedModel
-from crossdraft.framework.errors import UsageError
+from crossdraft import LM, LoadedModel, UsageError
 
 from ..contract import Search, SearchConfig
 

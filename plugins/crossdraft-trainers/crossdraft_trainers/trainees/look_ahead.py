@@ -21,9 +21,7 @@ from crossdraft_drafters.self_speculation.pass_weights import read_embeddings, s
 from pydantic import Field
 from torch import Tensor, nn
 
-from crossdraft import cache_argument
-from crossdraft.framework.contracts.models import LoadedModel
-from crossdraft.framework.errors import UsageError
+from crossdraft import LoadedModel, UsageError, cache_argument
 from crossdraft.models import load_checkpoint
 
 from ..contract import Batch, Text, Trainee, TrainingConfig

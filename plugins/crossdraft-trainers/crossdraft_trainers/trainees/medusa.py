@@ -21,9 +21,8 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
+from crossdraft import LoadedModel, UsageError
 from crossdraft.drafters.heads.medusa.weights import MedusaHeads, read_heads, save_heads
-from crossdraft.framework.contracts.models import LoadedModel
-from crossdraft.framework.errors import UsageError
 from crossdraft.models import load_checkpoint
 
 from ..contract import Batch, Text, Trainee, TrainingConfig, bfloat16_copy

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from crossdraft.framework.util.limits import MOST_LEVELS
+from crossdraft import MOST_LEVELS
 from crossdraft.runs import counted
 
 from ..acceptance import Acceptance

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 from scipy.optimize import isotonic_regression
 
-from crossdraft.framework.util.limits import MOST_LEVELS
+from crossdraft import MOST_LEVELS
 from crossdraft.runs import counted
 
 from ..acceptance import EACH_LENGTH, Acceptance

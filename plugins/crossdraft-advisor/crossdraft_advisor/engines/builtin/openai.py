@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from crossdraft.framework.errors import ModelError, UsageError
+from crossdraft import ModelError, UsageError
 
 from ..server import UNKNOWN, EngineServer, ServerEvent, ServerOptions
 

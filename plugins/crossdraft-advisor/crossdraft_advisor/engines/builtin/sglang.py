@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from crossdraft.framework.util.limits import MOST_LEVELS
+from crossdraft import MOST_LEVELS
 from crossdraft.runs import counted
 
 from ..acceptance import WINDOWS, Acceptance

@@ -28,19 +28,31 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from crossdraft import CounterRng
+from crossdraft import (
+    INDEPENDENT_SEQUENCES,
+    LM,
+    CounterRng,
+    DenseScores,
+    Draft,
+    DraftContext,
+    Drafter,
+    DraftTraits,
+    LoadedModel,
+    ModelError,
+    NumericalError,
+    Sampling,
+    Sequences,
+    StepRng,
+    TextDistribution,
+    UsageError,
+    Verdict,
+    on_device,
+    take_rows,
+)
 from crossdraft.commands import fault
-from crossdraft.framework.contracts.draft import DenseScores, Draft, Sequences, Verdict
-from crossdraft.framework.contracts.draft_kind import INDEPENDENT_SEQUENCES
-from crossdraft.framework.contracts.drafter import DraftContext, Drafter, DraftTraits, TextDistribution
-from crossdraft.framework.contracts.lm import LM
-from crossdraft.framework.contracts.models import LoadedModel
-from crossdraft.framework.contracts.rng import RngSource, StepRng
-from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.framework.contracts.rng import RngSource
 from crossdraft.framework.engine.checks import check_draft, check_unchanged, snapshot
 from crossdraft.framework.engine.validation import validate_draft
-from crossdraft.framework.errors import ModelError, NumericalError, UsageError
-from crossdraft.framework.util.tensors import on_device, take_rows
 from crossdraft.models import Configured, TargetContext, make_slots, scoring_slots
 
 from ..response import Response
