@@ -28,9 +28,8 @@ from .util.limits import MOST_NAME
 
 logger = logging.getLogger(__name__)
 
-KINDS = ("drafters", "verifiers", "trainers", "models", "backends", "preparations", "prompts", "recipes", "engines")
-KINDS += ("acceptance_formats", "response_formats", "servers", "launchers", "trackers", "commands", "reports")
-KINDS += ("sections", "columns")
+_HOOK = "crossdraft_register_"
+KINDS = tuple(hook.removeprefix(_HOOK) for hook in vars(hookspecs) if hook.startswith(_HOOK))
 """What can be registered; for each there is a hook ``crossdraft_register_<kind>``."""
 COMPANIONS = {("launchers", name): "crossdraft-cluster" for name in ("local", "ray", "slurm")}
 COMPANIONS |= {("trackers", name): "crossdraft-cluster" for name in ("mlflow", "trackio")}
@@ -188,7 +187,7 @@ class Manager(pluggy.PluginManager):
                 )
             entries.append(Entry(name, reference, summary, provider, heading or provider.partition(" ")[0]))
 
-        for implementation in getattr(self.hook, f"crossdraft_register_{kind}").get_hookimpls():
+        for implementation in getattr(self.hook, f"{_HOOK}{kind}").get_hookimpls():
             if implementation.plugin is plugin:
                 implementation.function(register)
         return entries
