@@ -10,14 +10,14 @@ import importlib
 import logging
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import Distribution, EntryPoint, EntryPoints, entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pluggy
 
@@ -27,6 +27,8 @@ from .util.input_files import UNPRINTABLE, describe_forbidden_char
 from .util.limits import MOST_NAME
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _HOOK = "crossdraft_register_"
 KINDS = tuple(hook.removeprefix(_HOOK) for hook in vars(hookspecs) if hook.startswith(_HOOK))
@@ -299,6 +301,19 @@ def unusable(kind: str, name: str, why: str) -> ContractError:
     entry = entries(kind).get(name)
     provider = f" of {entry.provider}" if entry is not None else ""
     return ContractError(f"the {_singular(kind)} {name!r}{provider} is unusable: {why}")
+
+
+def results(kind: str, compute: Callable[[str, Any], T]) -> Iterator[tuple[str, T]]:
+    """Names of a kind, each with what ``compute(name, object)`` returns; one that fails is left out with a warning."""
+    for name in entries(kind):
+        try:
+            registered = get(kind, name)
+            with guarded(kind, name, "it"):
+                result = compute(name, registered)
+        except ContractError as error:
+            logger.warning("crossdraft: left out a %s: %s", _singular(kind), error)
+            continue
+        yield name, result
 
 
 def recorded_traits(kind: str, name: str, options: Mapping[str, Any], *sampling: Any) -> Any:

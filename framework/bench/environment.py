@@ -6,7 +6,6 @@ Only `describe` imports PyTorch.
 import os
 import platform
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,9 @@ def describe() -> dict[str, Any]:
     """Versions, machine, devices and defaults derived from them, as JSON values."""
     import torch
 
-    device = pick_device("auto")
+    from .memory import total_memory
+
+    device, size = pick_device("auto"), total_memory(torch.device("cpu"))
     return {
         "versions": {package: release(package) or None for package in PACKAGES},
         "python": platform.python_version(),
@@ -35,7 +36,7 @@ def describe() -> dict[str, Any]:
             "torch_threads": torch.get_num_threads(),
             "threads": threads.settings(),
         },
-        "memory_gib": _memory_gib(),
+        "memory_gib": size and round(size / 2**30, 1),
         "cuda": torch.version.cuda,
         "gpus": [_gpu(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())],
         "device": str(device),
@@ -62,13 +63,6 @@ def git_commit() -> str | None:
 def _git(root: Path, *arguments: str) -> str:
     command = ["git", "-C", str(root), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-
-
-def _memory_gib() -> float | None:
-    """Physical memory; None on Windows."""
-    if sys.platform == "win32":
-        return None
-    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
 
 
 def _gpu(properties: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from ..errors import ContractError, CrossdraftError, UnknownNameError, UsageErro
 from ..models.adapters import split_adapter
 from ..models.device import pick_dtype
 from ..models.quantization import split
-from ..recipe.prompts import check_source
+from ..recipe.prompts import source_kind
 from ..recipe.recipe import (
     BASELINE,
     OWN_ENGINE,
@@ -144,7 +144,7 @@ class _Expander:
 
     def expand(self) -> Expansion:
         with self.places.at(("prompts",)):
-            check_source(self.recipe.prompts.source)
+            source_kind(self.recipe.prompts.source)
         self._check_labels()
         self._check_matrix()
         self._check_exclude()

@@ -140,18 +140,16 @@ def refuse_constraints(prompts: Iterable[Prompt], command: str) -> None:
             )
 
 
-def check_source(source: str, split: str | None = None) -> None:
-    """Raise UsageError if the source does not exist; reads no prompts and does not access the network."""
-    _kind(source)
-
-
 # -- rows of sources -----------------------------------------------------------------------------------------
 
 Located = tuple[str, Any]  # place of a row, for messages; the row
 
 
-def _kind(source: str) -> str:
-    """Kind of a source: ``registered``, ``hub``, ``file`` or ``directory``."""
+def source_kind(source: str) -> str:
+    """Kind of a source: ``registered``, ``hub``, ``file`` or ``directory``.
+
+    Reads no prompts and does not access the network. Raises UsageError if the source does not exist.
+    """
     if source in plugins.entries("prompts"):
         return "registered"
     if source.startswith("hf:"):
@@ -169,7 +167,7 @@ def _kind(source: str) -> str:
 
 def rows(source: str, split: str | None = None, column: str | None = None) -> Iterator[Located]:
     """Yield the rows of a source, see `load_prompts`; with ``column`` as ``{"turns": [text]}``."""
-    kind = _kind(source)
+    kind = source_kind(source)
     if kind in ("hub", "directory"):
         yield from _dataset_rows(source, kind == "hub", split, column)
         return
