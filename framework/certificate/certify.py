@@ -631,7 +631,7 @@ def _distribution(
     out: dict[tuple[int, int, int, tuple[int, ...]], float] = {}
     scripts = Scripts(draft.batch_size)
     while scripts:
-        rows, rng = scripts.take(64)
+        rows, rng = scripts.take(16)  # larger tensors are mapped anew by each allocation
         call = Verification(draft, p, lambda _, rng=rng: rng.for_step([], [], p.device))
         verdicts = call.repeat(make(), rows.tolist())
         for row, (tau, token, path), weight in zip(rows.tolist(), verdicts, rng.weight, strict=True):

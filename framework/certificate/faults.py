@@ -229,9 +229,9 @@ def unmodified(who: str, draft: Draft, p: Tensor) -> Iterator[None]:
     changed = [
         name
         for name, tensor in before.items()
-        if not isinstance(now[name], Tensor)
-        or now[name].shape != tensor.shape
-        or bool((now[name] != tensor).logical_and(now[name] == now[name]).any())
+        if not isinstance(after := now[name], Tensor)
+        or (after.shape, after.dtype) != (tensor.shape, tensor.dtype)
+        or (not torch.equal(after, tensor) and bool((after != tensor).logical_and(after == after).any()))
     ]
     if changed:
         raise FaultError(f"{who} writes into {', '.join(changed)}; its inputs are read-only, copy what you change")
