@@ -25,5 +25,5 @@ def no_cpu_shortcuts() -> Iterator[None]:
 
 def _replace(old: Any, new: Any) -> None:
     for module in list(sys.modules.values()):
-        if vars(module).get("eager_on_cpu") is old:
+        if getattr(module, "__dict__", {}).get("eager_on_cpu") is old:
             module.eager_on_cpu = new  # type: ignore[attr-defined]
