@@ -32,6 +32,8 @@ from .framework.runs.records import CellResult as CellResult
 from .framework.runs.records import Outcome as Outcome
 from .framework.runs.run_directory import PieceResult as PieceResult
 from .framework.runs.run_directory import RunDirectory as RunDirectory
+from .framework.runs.threads import environment_of_others as environment_of_others
+from .framework.runs.threads import sleep_between_products as sleep_between_products
 from .framework.util.estimate import estimate_text as estimate_text
 from .framework.util.estimate import percent_text as percent_text
 from .framework.util.estimate import spread as spread

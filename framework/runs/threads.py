@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 #: Environment variables of the number of threads, and of OpenMP's wait policy.
 NUMBER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
 POLICY = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+#: What `sleep_between_products` has set.
+_own: dict[str, str] = {}
 #: Share of time, summed over threads, above which waiting for processors counts as contention.
 DISTURBED = 0.1
 
@@ -17,6 +20,18 @@ DISTURBED = 0.1
 def wait_policy() -> str:
     """Wait policy: ``spin``, or the user's variables."""
     return " ".join(f"{name}={os.environ[name]}" for name in POLICY if name in os.environ) or "spin"
+
+
+def sleep_between_products() -> None:
+    """Let OpenMP's threads sleep instead of spin, unless the user has a policy; as long as PyTorch is not loaded."""
+    if "torch" not in sys.modules and wait_policy() == "spin":
+        _own.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0")
+        os.environ.update(_own)
+
+
+def environment_of_others() -> dict[str, str]:
+    """The environment for programs that compute by themselves: without what `sleep_between_products` has set."""
+    return {name: value for name, value in os.environ.items() if name not in _own}
 
 
 def settings() -> dict[str, Any]:
@@ -81,7 +96,8 @@ def disturbance(waited: float, seconds: float) -> str:
     """
     if _threads() == 1 or waited <= DISTURBED * seconds:
         return ""
+    sleeping = wait_policy() != "spin"
     return (
         f"threads waited {waited / seconds:.0%} of the time for processors used by other programs; interrupt and run "
-        "again with OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0"
+        f"again {'when those have ended' if sleeping else 'with OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0'}"
     )

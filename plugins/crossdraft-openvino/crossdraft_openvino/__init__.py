@@ -4,10 +4,13 @@ import os
 import sys
 
 from crossdraft import hookimpl
+from crossdraft.runs import sleep_between_products
 
 # Without this package openvino sends no statistics of its use. It would send them at each import and conversion from
 # processes forked beside PyTorch's threads, which may end or block this one.
 sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+if os.environ.get("CROSSDRAFT_OPENVINO") != "0":
+    sleep_between_products()  # or PyTorch's threads, spinning, take processors from those of OpenVINO
 
 
 @hookimpl

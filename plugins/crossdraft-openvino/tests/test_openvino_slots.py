@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +20,7 @@ from tiny_architectures import noisy, tiny
 from crossdraft.framework.errors import ModelError
 from crossdraft.framework.lm import attention_masks
 from crossdraft.framework.lm.transformers_lm import TransformersLM, model_slots
+from crossdraft.framework.runs.threads import POLICY
 
 pytest.importorskip("openvino")
 
@@ -140,6 +144,15 @@ def test_no_statistics_are_sent() -> None:
     from openvino.tools.ovc import telemetry_stub, telemetry_utils
 
     assert telemetry_utils.tm is telemetry_stub
+
+
+@pytest.mark.parametrize(("setting", "policy"), [("1", "OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0"), ("0", "spin")])
+def test_threads_of_pytorch_sleep(setting: str, policy: str) -> None:
+    """As long as this is imported before PyTorch; spinning beside OpenVINO's they made every step a disturbed one."""
+    code = "import crossdraft_openvino; from crossdraft.framework.runs import threads; print(threads.wait_policy())"
+    own = {name: value for name, value in os.environ.items() if name not in POLICY}
+    own |= {"CROSSDRAFT_OPENVINO": setting, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.check_output([sys.executable, "-c", code], env=own, text=True).strip() == policy
 
 
 def test_freed_slot_has_no_nan() -> None:

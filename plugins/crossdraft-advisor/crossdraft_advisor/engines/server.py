@@ -31,6 +31,7 @@ from pydantic import Field, field_validator
 
 from crossdraft import Limit, ModelError, Sampling, UsageError, first_line, printable, quoted
 from crossdraft.commands import Options, parse_json
+from crossdraft.runs import environment_of_others
 
 from ..limits import EVENT_BYTES
 from .engine_log import ESCAPES
@@ -249,7 +250,7 @@ class EngineServer(ABC):
             port = free.getsockname()[1]
         command, self.url = self.command(port), f"http://127.0.0.1:{port}"
         # `python -m` would import from the working directory, in which foreign files may lie.
-        own = {name: value for name, value in os.environ.items() if name != HEADERS}
+        own = {name: value for name, value in environment_of_others().items() if name != HEADERS}
         environment = {"PYTHONSAFEPATH": "1", **own, **self.environment(), **self.options.env}
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
