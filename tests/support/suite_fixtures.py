@@ -100,6 +100,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Keep all that exists out of the collector's later passes."""
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # fewer passes: 7 % of the time of tests
     gc.enable()
 
 
