@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..api.build import ModuleContext
+from ..certificate.outcomes import QUICK_DRAFTER
 from ..certificate.table_lm import Toy, ToyContext, random_tables
 from ..certificate.toys import built_in_toys
 from ..contracts.drafter import DraftContext
@@ -80,8 +81,8 @@ class Toys(Setting):
 
     @property
     def toys(self) -> list[Toy]:
-        """Toys for enumeration: small, with rows that expose every known mistake."""
-        return [toy for toy in built_in_toys() if toy.name in ("T0", "G2")]
+        """Toys for enumeration, those of a quick certificate."""
+        return [toy for toy in built_in_toys() if toy.name in QUICK_DRAFTER]
 
 
 class TinyModel(Setting):

@@ -12,9 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..api.build import build_decoder
 from ..certificate.certify import check_wide
-from ..certificate.drafts import DRAFTS
+from ..certificate.drafts import DRAFTS, AnyDrafter
 from ..certificate.faults import Verification, check_fully
-from ..certificate.rows import CannotRun, certify_row, diagnosed
+from ..certificate.rows import CannotRun, Row, certify_row, diagnosed
+from ..certificate.table_lm import Toy
 from ..certificate.toys import built_in_toys
 from ..contracts.draft import DenseScores, Draft, Verdict
 from ..contracts.rng import CounterRng, StepRng
@@ -51,6 +52,21 @@ def _recorded_steps(label: str, sampling: Sampling, final_q: bool) -> list[tuple
             decoder.sequences.limit[:] = [2, 0, 1, 3]
         decoder.step()
     return [(event.draft, event.scores.p) for event in events]
+
+
+def assert_certified(rows: Sequence[Row], toys: Sequence[Toy], drafts: Mapping[str, AnyDrafter], who: str) -> None:
+    """Raise AssertionError, with the diagnosis, if a certified row has an error, or is not lossless."""
+    for row in rows:
+        assert row.error is None, f"{who} raised on toy {row.toy}, '{row.draft}' drafts: {row.error}"
+    if any(row.failed for row in rows):
+        row = diagnosed(rows, toys, drafts)
+        assert row.fault is None, row.fault
+        assert row.diagnosis is not None
+        explanation = "\n".join(["Fix it, or declare a verifier lossless=False", *row.diagnosis.lines()])
+        raise AssertionError(
+            f"{who} is not lossless: for '{row.draft}' drafts the output is {row.tv:.3g} away from the target's "
+            f"distribution (total variation, toy {row.toy}). {explanation}"
+        )
 
 
 class VerifierContract(OneThread):
@@ -126,18 +142,7 @@ class VerifierContract(OneThread):
                     rows.append(certify_row(toy, label, DRAFTS[label], self.rule, options=options))
                 except CannotRun:
                     continue
-        for row in rows:
-            assert row.error is None, f"'{self.rule.name}' raised on toy {row.toy}, '{row.draft}' drafts: {row.error}"
-        if any(row.failed for row in rows):
-            row = diagnosed(rows, list(toys.values()), DRAFTS)
-            assert row.fault is None, row.fault
-            assert row.diagnosis is not None
-            explanation = "\n".join(row.diagnosis.lines())
-            raise AssertionError(
-                f"'{self.rule.name}' is not lossless: for '{row.draft}' drafts the output is {row.tv:.3g} away from "
-                f"the target's distribution (total variation, toy {row.toy}). Fix it, or declare lossless=False\n"
-                f"{explanation}"
-            )
+        assert_certified(rows, list(toys.values()), DRAFTS, f"verifier '{self.rule.name}'")
 
     def test_verdicts_keep_the_contract(self) -> None:
         """Every verdict passes `validate_verdict`: tau, path and tokens."""

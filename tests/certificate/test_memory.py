@@ -5,15 +5,17 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from drafters_with_memory import LATER, MISTAKES, Squared, StaleTable, Successors
+from drafters_with_memory import LATER, MISTAKES, EighthStep, SmallLimit, Squared, StaleTable, Successors
 
 from crossdraft.framework import plugins
 from crossdraft.framework.certificate.certify import UNEQUAL_SHARE, Coverage, WarmUp, certify
 from crossdraft.framework.certificate.draft_faults import check_drafter, unequal_starts
 from crossdraft.framework.certificate.drawn_tokens import check_long_texts
 from crossdraft.framework.certificate.faults import FaultError
+from crossdraft.framework.certificate.outcomes import certify_drafter, outcome
 from crossdraft.framework.certificate.table_lm import Toy
 from crossdraft.framework.contracts.sampling import Sampling
+from crossdraft.testing import DrafterContract
 
 
 def check(toy: Toy, drafter: type[Successors], lag: int) -> None:
@@ -50,6 +52,16 @@ def test_later_mistake_is_named(toys: dict[str, Toy], drafter: type[Successors],
     check(toys["T0"], drafter, lag)
     with pytest.raises(FaultError, match="depending on its value" if "Cut" in drafter.__name__ else "q is not the"):
         check_long_texts(lambda context: drafter(drafter.Config(lag=lag), context), "it")
+
+
+@pytest.mark.parametrize("drafter", [EighthStep, pytest.param(SmallLimit, marks=pytest.mark.thorough)])
+def test_contract_kit_names_later_mistake(drafter: type[Successors]) -> None:
+    """Its enumeration is that of `certify` and of the certificate of a run."""
+    with pytest.raises(AssertionError, match=r"q is not the distribution|not lossless"):
+        type("Contract", (DrafterContract,), {"drafter": drafter})().test_output_follows_the_target()
+    verifier = plugins.get("verifiers", "token")
+    certificate = outcome(certify_drafter(drafter, drafter.Config(), verifier, verifier.Config()))
+    assert certificate is not None and not certificate.lossless
 
 
 def test_honest_memory_passes_in_long_texts() -> None:

@@ -188,19 +188,7 @@ def pass_honest(test: str, verifier: bool = False) -> None:
 @pytest.mark.parametrize(
     "cls, test, sentence",
     [
-        pytest.param(
-            OtherTemperature,
-            "test_q_is_the_draft_distribution",
-            "q is not the distribution that tokens are drawn from",
-            marks=pytest.mark.slow,
-        ),
         (OtherTemperature, "test_output_follows_the_target", "q is not the distribution that tokens are drawn"),
-        pytest.param(
-            DropsWhatItLookedAt,
-            "test_q_is_the_draft_distribution",
-            "a token was dropped depending on its value",
-            marks=pytest.mark.slow,
-        ),
         (DropsWhatItLookedAt, "test_output_follows_the_target", "a token was dropped depending on its value"),
         (SharesState, "test_rows_do_not_share_state", "rows share state"),
         (LeavesSomething, "test_drafts_depend_on_sequences_and_rng_only", "a slot keeps state of its last sequence"),

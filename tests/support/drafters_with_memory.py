@@ -270,6 +270,32 @@ class AfterWholeDrafts(Commonest):
         return _power(probs, 3) if getattr(self, "streak", {}).get(row, 0) > 2 else probs
 
 
+class EighthStep(Successors):
+    """Makes its mistake in every eighth step of a sequence."""
+
+    def start(self, row: int, prompt: Sequence[int], hidden: Any = None) -> None:
+        super().start(row, prompt)
+        self.steps = getattr(self, "steps", {}) | {row: 0}
+
+    def observe(self, sequences: Any, draft: Any, verdict: Any, accepted: Sequence[int], scores: Any) -> None:
+        super().observe(sequences, draft, verdict, accepted, scores)
+        self.steps = {row: steps + 1 for row, steps in self.steps.items()}
+
+    def reported(self, probs: Tensor, row: int, i: int) -> Tensor:
+        return _power(probs, 2.0) if self.steps[row] % 8 == 7 else probs
+
+
+class SmallLimit(Successors):
+    """Makes its mistake where the limit is below gamma."""
+
+    def propose(self, sequences: Any, rng: Any) -> Draft:
+        self.limits = list(sequences.limit)
+        return super().propose(sequences, rng)
+
+    def reported(self, probs: Tensor, row: int, i: int) -> Tensor:
+        return _power(probs, 2.0) if self.limits[row] < self.config.gamma else probs
+
+
 #: Drafters and lags that no enumeration reaches.
 LATER: tuple[tuple[type[Successors], int], ...] = (
     (Squared, 100),
@@ -279,4 +305,8 @@ LATER: tuple[tuple[type[Successors], int], ...] = (
     (ThirdSequence, 0),
     (AfterWholeDrafts, 0),
     (LongPrompt, 0),
+    (Uniform, 100),
+    (PreviousStep, 100),
+    (EighthStep, 0),
+    (SmallLimit, 0),
 )
