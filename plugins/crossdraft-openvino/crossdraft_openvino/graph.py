@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from operator import is_
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -234,10 +235,15 @@ def _stored(model: Any) -> Path:
     return path
 
 
+@cache
+def core() -> Any:
+    """OpenVINO's core, the only one: each sets the stack of signal handlers, which may be freed when others end."""
+    return openvino.Core()
+
+
 def _compile(path: Path, dtype: torch.dtype, numbers: Sequence[int], threads: int) -> tuple[Any, int]:
     """The graph with the outputs ``numbers``, and its smallest window."""
-    core, precision = openvino.Core(), PRECISIONS[dtype]
-    graph = core.read_model(path)
+    precision, graph = PRECISIONS[dtype], core().read_model(path)
     inputs = {}
     for name in _INPUTS:
         kind = openvino.Type.u8 if name == "qq_bias" else openvino.Type.i32
@@ -261,7 +267,7 @@ def _compile(path: Path, dtype: torch.dtype, numbers: Sequence[int], threads: in
     options |= {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1}
     try:
         whole = openvino.Model(results, parameters)  # pyright: ignore[reportGeneralTypeIssues]
-        return core.compile_model(whole, "CPU", options), min(windows)
+        return core().compile_model(whole, "CPU", options), min(windows)
     except RuntimeError as error:
         raise ModelError(f"OpenVINO does not compile it: {str(error).strip().rpartition(chr(10))[2]}") from error
 

@@ -44,7 +44,7 @@ from crossdraft.models import (
     text_config,
 )
 
-from .graph import BLOCK, FIRST_CACHE, PRECISIONS, ModelGraph, state
+from .graph import BLOCK, FIRST_CACHE, PRECISIONS, ModelGraph, core, state
 
 logger = logging.getLogger(__name__)
 
@@ -267,7 +267,7 @@ def check(model: Any, max_length: int, window: int = sys.maxsize) -> int:
         raise ModelError("its weights are not all on the CPU in float32, or all in bfloat16")
     if any(parameter.is_inference() for parameter in model.parameters()):
         raise ModelError("its weights were made in inference mode, so their changes would not be seen")
-    if model.dtype == torch.bfloat16 and "BF16" not in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+    if model.dtype == torch.bfloat16 and "BF16" not in core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         raise ModelError("this processor has no products in bfloat16")
     refuse_unsupported(model, max_length)
     masks = AttentionMasks(text_config(model), model.dtype, torch.device("cpu"), 0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -153,6 +155,20 @@ def test_threads_of_pytorch_sleep(setting: str, policy: str) -> None:
     own = {name: value for name, value in os.environ.items() if name not in POLICY}
     own |= {"CROSSDRAFT_OPENVINO": setting, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.check_output([sys.executable, "-c", code], env=own, text=True).strip() == policy
+
+
+def test_signals_are_handled_after_models_end() -> None:
+    """Mistake: a core for each graph, of which the last to end left a freed stack: Ctrl-C ended the process."""
+    lms = [OpenVINOLM(model_of("llama", seed=seed), 1, 32) for seed in (11, 12)]
+    while lms:
+        del lms[0]
+        graph._graphs.clear()
+        gc.collect()
+    if not (child := os.fork()):
+        signal.signal(signal.SIGUSR1, lambda *_: os._exit(7))
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_freed_slot_has_no_nan() -> None:
