@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..metrics.cell_metrics import counted_steps, paired_difference
 from ..metrics.component_times import ENOUGH, FAULT, MOST_BORROWED, TOO_FEW
 from ..runs.labels import counted, group_title, is_lossless, pair_title, verifier_title
-from ..runs.marks import Mark, mark_of
+from ..runs.marks import Mark, mark_by_verifier, mark_of
 from ..util.estimate import estimate_text
 
 if TYPE_CHECKING:
@@ -98,7 +98,9 @@ def _marks(results: Sequence[CellResult]) -> Iterator[str]:
     for result in [r for r in results if r.drafting]:
         engine, mark = result.config.engine, mark_of(result)
         name = f"engine {engine.name}" if engine else result.config.verifier.name
-        command = "verify-engine" if engine else f"certify --verifier {name}"
+        by_drafter = mark.kind == "uncertified" and not engine and mark_by_verifier(result).kind == "certified"
+        name = result.config.drafter.name if by_drafter else name
+        command = "verify-engine" if engine else f"certify --{'drafter' if by_drafter else 'verifier'} {name}"
         marks.setdefault((name, mark.kind), (f"crossdraft {command}{f' ({name})' if engine else ''}", mark))
     if any(kind == "lossy" for _, kind in marks):
         yield "lossy verifiers change the target's distribution, so their speed-ups are not comparable"

@@ -75,9 +75,9 @@ class Mark:
 def mark_of(cell: CellConfig | CellResult) -> Mark:
     """Mark of a cell's pair; for a result that of its measurement, unless the same code was certified later.
 
-    It is the verifier's, unless the certificate of the drafter failed or was not exercised.
+    It is the verifier's, unless the certificate of a drafter of others failed, was not exercised or is missing.
     """
-    mark = _mark_of_verifier(cell)
+    mark = mark_by_verifier(cell)
     if mark.kind not in ("certified", "uncertified"):
         return mark
     config = cell if isinstance(cell, CellConfig) else cell.config
@@ -89,10 +89,13 @@ def mark_of(cell: CellConfig | CellResult) -> Mark:
     source, version = recorded.get("drafter"), str(recorded.get("crossdraft") or "")
     source = source if isinstance(source, Mapping) and source.get("sha256") else None
     own = _from_record(certified_registry.certificate(drafter, options, source, version if source else ""))
+    if own is None and not drafter.__module__.startswith("crossdraft"):
+        own = Mark.from_json(recorded.get("mark")) or Mark("uncertified")
     return mark if own is None or own.kind == "certified" else own
 
 
-def _mark_of_verifier(cell: CellConfig | CellResult) -> Mark:
+def mark_by_verifier(cell: CellConfig | CellResult) -> Mark:
+    """Mark of a cell's pair if its drafter is certified."""
     config = cell if isinstance(cell, CellConfig) else cell.config
     if config.engine is not None:  # the engine verifies; see crossdraft verify-engine
         return Mark("uncertified")
@@ -109,11 +112,9 @@ def _mark_of_verifier(cell: CellConfig | CellResult) -> Mark:
     current_mark = _from_record(
         certified_registry.certificate(verifier, options, source, str(recorded.get("crossdraft") or ""))
     )
-    return (
-        current_mark
-        or recorded_mark
-        or Mark("certified" if source.get("distribution") == "crossdraft" else "uncertified")
-    )
+    if builtin := source.get("distribution") == "crossdraft":  # it was the drafter that was not certified
+        recorded_mark = None if recorded_mark == Mark("uncertified") else recorded_mark
+    return current_mark or recorded_mark or Mark("certified" if builtin else "uncertified")
 
 
 def mark_of_verifier(verifier: type[Any], options: Any) -> Mark:

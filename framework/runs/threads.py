@@ -96,8 +96,6 @@ def disturbance(waited: float, seconds: float) -> str:
     """
     if _threads() == 1 or waited <= DISTURBED * seconds:
         return ""
-    sleeping = wait_policy() != "spin"
-    return (
-        f"threads waited {waited / seconds:.0%} of the time for processors used by other programs; interrupt and run "
-        f"again {'when those have ended' if sleeping else 'with OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0'}"
-    )
+    way = "with OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0" if wait_policy() == "spin" else "when those have ended"
+    waiting = f"threads waited {waited / seconds:.0%} of the time for processors used by other programs"
+    return f"{waiting}; interrupt and run again {way}"

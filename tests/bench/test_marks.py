@@ -14,6 +14,7 @@ from tiny_runs import ONE_GROUP, cells
 from torch import Tensor
 
 from crossdraft.drafters.draft_model.draft_model import DraftModelChain
+from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
 from crossdraft.framework.bench.matrix import load_recipe
 from crossdraft.framework.bench.run import run
 from crossdraft.framework.cli import main as cli
@@ -24,6 +25,7 @@ from crossdraft.framework.contracts.verifier import VerifierTraits
 from crossdraft.framework.cost.load_run import read_run
 from crossdraft.framework.metrics.intervals import Estimate
 from crossdraft.framework.report.answer import best_of
+from crossdraft.framework.report.tables import terminal
 from crossdraft.framework.report.write import write_summary
 from crossdraft.framework.runs import certified_registry
 from crossdraft.framework.runs.marks import Mark, mark_of, mark_of_verifier
@@ -51,6 +53,12 @@ class Sometimes(Token):
 
     def verify(self, draft: Any, p: Any, rng: Any) -> Any:
         return (AcceptAll.verify if self.config.lie else Token.verify)(self, draft, p, rng)  # type: ignore[arg-type]
+
+
+class Own(PromptLookup):
+    """A drafter of a plug-in."""
+
+    name = "own"
 
 
 class WrongQ(DraftModelChain):
@@ -120,6 +128,17 @@ def test_code_without_file_runs_and_is_not_certified(bench: Any, install: Any) -
     liar = type("MadeLiar", (AcceptAll,), {"name": "made-liar", "__module__": "__nowhere__"})
     install("verifiers", ("made-liar", liar))
     assert bench(*SETTINGS, "limit=1", "verifiers=[made-liar]")[0] == 1
+
+
+def test_drafter_without_certificate_is_named(recipe: str, tmp_path: Path, install: Any) -> None:
+    """The Python interface does not certify: beside a built-in verifier, too, the pair is not called lossless."""
+    install("drafters", ("own", Own))
+    settings = [*SETTINGS, "verifiers=[token]", "drafters=[{name: own, gamma: 2}]"]
+    summary = write_summary(run(load_recipe(recipe, settings), tmp_path, log=None))
+    assert mark_of(summary.results[-1]) == Mark("uncertified")
+    assert "not certified: run crossdraft certify --drafter own" in terminal(summary)
+    certified_registry.remember([(Own, Own.Config(gamma=2), certified_registry.CertificateRecord(0.0))])
+    assert mark_of(summary.results[-1]) == Mark("certified")
 
 
 def test_drafter_with_wrong_q_is_rejected(bench: Any, install: Any, models: Any) -> None:
