@@ -80,9 +80,7 @@ def test_others_go_on(bench: Any, install: Any, monkeypatch: Any, at: str, deed:
     install("drafters", ("bad", Bad))
     code, out, err = bench(*SETTINGS, "drafters=[{name: bad}, prompt-lookup]", "limit=2")
     assert code == 1 and f"failed: bad × token (not certified): {output}\n" in err and "1 of 3 cells failed" in err
-    assert (
-        "prompt-lookup  token" in out and "failed: bad × token (temperature 1, batch size 1): " in out
-    )
+    assert "prompt-lookup  token" in out and "failed: bad × token (temperature 1, batch size 1): " in out
 
 
 def test_step_that_never_ends(bench: Any, install: Any, monkeypatch: Any) -> None:
