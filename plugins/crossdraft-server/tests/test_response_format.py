@@ -263,7 +263,7 @@ def test_invalid_formats_are_refused(
     api: Any, names: list[str], fields: Any, param: str | None, sentence: str, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(constraint_compiler, "MOST_SECONDS", 1.0 if sentence is SLOW else 60.0)
-    monkeypatch.setattr(constraint_compiler, "MOST_STEP_SECONDS", 0.5)
+    monkeypatch.setattr(constraint_compiler, "MOST_STEP_SECONDS", 0.01 if sentence == "for one token" else 0.5)
     with pytest.raises(openai.BadRequestError) as caught:
         api.completions.create(model=names[0], prompt="a", extra_body=fields)
     assert caught.value.body["param"] == param and sentence in caught.value.body["message"]
