@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from random import Random
 from typing import Any
 
@@ -28,7 +27,8 @@ class PlannedGroup:
 
     Attributes:
         cells: configs of the cells, the baseline first.
-        position: position in the run, ``"group 1 of 3"``.
+        key: see `CellConfig.group`.
+        title: its position in the run and its settings, ``"group 1 of 3 (temperature 1, batch size 1)"``.
         settings: settings that its cells share and other groups do not.
         stored: results on disk, or None if the group is to be measured.
         source: directory of another run that has these results.
@@ -37,20 +37,13 @@ class PlannedGroup:
     """
 
     cells: Sequence[CellConfig]
-    position: str
+    key: str
+    title: str
     settings: str
     stored: list[CellResult] | None = None
     source: RunDirectory | None = None
     reason: str = ""
     discard: bool = False
-
-    @property
-    def key(self) -> str:
-        return self.cells[0].group
-
-    @property
-    def title(self) -> str:
-        return f"{self.position} ({self.settings})"
 
 
 @dataclass
@@ -60,8 +53,11 @@ class Plan:
     Attributes:
         expansion: cells of the whole recipe.
         directory: directory of the run or of its shard.
-        groups: groups of the run or of its shard.
+        groups: groups of the run or of its shard; ``cells``: their cells.
+        prompts_digest: digest of the prompts, for provenance.
+        blocks: positions of the prompts of each block, see `blocks_of`.
         environment: see `describe`; empty for a launcher, which leaves the devices to its processes.
+        about: description of the run in plug-in notifications.
         disturbed: True once a warning of other programs was printed.
     """
 
@@ -70,57 +66,21 @@ class Plan:
     prompts: Sequence[Prompt]
     directory: RunDirectory
     groups: list[PlannedGroup]
+    cells: list[CellConfig]
+    prompts_digest: str
+    blocks: list[list[int]]
     environment: dict[str, Any]
+    about: dict[str, Any]
     disturbed: bool = False
-
-    @property
-    def cells(self) -> list[CellConfig]:
-        return [cell for group in self.groups for cell in group.cells]
 
     @property
     def new(self) -> list[CellConfig]:
         """Cells to measure."""
         return [cell for group in self.groups if group.stored is None for cell in group.cells]
 
-    @cached_property
-    def blocks(self) -> list[list[int]]:
-        """Positions of the prompts of each block, see `blocks_of`."""
-        batch_sizes = {cell.batch_size for cell in self.expansion.cells}
-        return blocks_of(self.prompts, batch_sizes, Random(self.config.recipe.seed))
-
-    @cached_property
-    def _prompts_digest(self) -> str:
-        contents = []
-        for prompt in self.prompts:
-            content = asdict(replace(prompt, constraint=None))
-            del content["constraint"]  # present only if there is one
-            contents.append(content | ({"constraint": prompt.constraint.key} if prompt.constraint else {}))
-        return digest(contents)
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """Description of the run in plug-in notifications."""
-        shard, path = self.config.shard, str(self.directory.path)
-        return {
-            "name": self.config.recipe.name,
-            "directory": path,
-            "cells": len(self.cells),
-            "shard": str(shard) if shard else "",
-        }
-
-    @property
-    def notes(self) -> list[str]:
-        """Notes for readers of the results."""
-        prompts = len(self.prompts)
-        return [
-            f"batch size {b} with only {counted(prompts, 'prompt')}: some slots stay empty; tok/s are those of a "
-            "smaller batch"
-            for b in sorted({cell.batch_size for cell in self.cells if cell.batch_size > prompts})
-        ]
-
     def provenance(self, cell: CellConfig) -> dict[str, Any]:
         """Conditions of a measurement now; includes the certificates, so it changes when cells are certified."""
-        return provenance(cell, self.environment, self._prompts_digest, not self.config.untimed)
+        return provenance(cell, self.environment, self.prompts_digest, not self.config.untimed)
 
     def look_up(self) -> None:
         """Find the results on disk. The directory must be locked, because another run may write to it otherwise."""
@@ -192,9 +152,35 @@ def make_plan(config: RunConfig) -> Plan:
     groups = expansion.groups()
     if config.shard:
         path, groups = config.shard.directory(path), config.shard.part(groups)
-    planned = [
-        PlannedGroup(cells, f"group {number} of {len(groups)}", group_title(cells[0], expansion.cells))
-        for number, cells in enumerate(groups, 1)
-    ]
-    environment = {} if config.launcher else describe()
-    return Plan(config, expansion, prompts, RunDirectory(path), planned, environment)
+    planned = []
+    for number, cells in enumerate(groups, 1):
+        settings = group_title(cells[0], expansion.cells)
+        title = f"group {number} of {len(groups)} ({settings})"
+        planned.append(PlannedGroup(cells, cells[0].group, title, settings))
+    own_cells = [cell for cells in groups for cell in cells]
+    return Plan(
+        config,
+        expansion,
+        prompts,
+        RunDirectory(path),
+        planned,
+        own_cells,
+        _digest(prompts),
+        blocks=blocks_of(prompts, {cell.batch_size for cell in expansion.cells}, Random(recipe.seed)),
+        environment={} if config.launcher else describe(),
+        about={
+            "name": recipe.name,
+            "directory": str(path),
+            "cells": len(own_cells),
+            "shard": str(config.shard) if config.shard else "",
+        },
+    )
+
+
+def _digest(prompts: Sequence[Prompt]) -> str:
+    contents = []
+    for prompt in prompts:
+        content = asdict(replace(prompt, constraint=None))
+        del content["constraint"]  # present only if there is one
+        contents.append(content | ({"constraint": prompt.constraint.key} if prompt.constraint else {}))
+    return digest(contents)

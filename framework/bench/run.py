@@ -67,8 +67,12 @@ def opened(plan: Plan) -> Iterator[LocalRun]:
     """
     config = plan.config
     _check_out(config.out)
-    outcome, limit = Outcome(config.recipe, plan.directory.path, notes=plan.notes), StepLimit(config.step_limit)
-    outcome.skipped = plan.expansion.skipped
+    prompts, outcome = counted(len(plan.prompts), "prompt"), Outcome(config.recipe, plan.directory.path)
+    outcome.skipped, limit = plan.expansion.skipped, StepLimit(config.step_limit)
+    outcome.notes = [
+        f"batch size {b} with only {prompts}: some slots stay empty; tok/s are those of a smaller batch"
+        for b in sorted({cell.batch_size for cell in plan.cells if cell.batch_size > len(plan.prompts)})
+    ]
     shard = f" (shard {config.shard} of {counted(len(plan.expansion.groups()), 'group')})" if config.shard else ""
     cells, groups = counted(len(plan.cells), "cell"), counted(len(plan.groups), "group")
     run: Any = LocalRun(plan, outcome, limit)
@@ -77,7 +81,7 @@ def opened(plan: Plan) -> Iterator[LocalRun]:
         run = plugins.of_companion("runner of launchers")(plan, outcome, limit)
     try:
         part = f", {run.processes}" if config.launcher else shard
-        config.message(f"{config.recipe.name}: {cells} in {groups}{part}, {counted(len(plan.prompts), 'prompt')} each")
+        config.message(f"{config.recipe.name}: {cells} in {groups}{part}, {prompts} each")
         for skipped in plan.expansion.skipped:
             config.message(f"skipped: {skipped}")
         with writing(outcome), plan.directory.locked(), Reporter(plan.directory, len(plan.cells)) as run.state:
