@@ -35,9 +35,10 @@ from ..models.placement import input_device
 from ..recipe.recipe import CellConfig
 from ..recipe.yaml_errors import Places
 from ..runs.interrupts import propagate_interrupt
-from ..runs.labels import is_lossless, verifier_title
+from ..runs.labels import verifier_title
 from ..runs.records import CellResult, cells_of
 from ..runs.run_directory import FORMAT, PieceResult
+from ..runs.state import Reporter
 from ..runs.threads import describe_threads, disturbance, threads_in_use
 from . import memory
 from .cells.cell_runner import Cell, Models, lengths, positions
@@ -48,7 +49,6 @@ from .plan import Plan, PlannedGroup
 from .preflight import notes_on, recipe_place
 from .progress import Progress
 from .provenance import models_used
-from .store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -102,11 +102,11 @@ class GroupRunner:
     Args:
         planned: its cells, the baseline first.
         plan: plan of the run; its directory has the pieces of an interrupted group.
-        store, progress: receive the conditions of the pieces, and messages.
+        state, progress: receive the finished share, and messages.
         strict: raise errors of models and options instead of failing cells.
 
     Attributes:
-        cells: the cells, with their results.
+        cells: the cells; ``results``: theirs.
         pieces: the pieces of the prompts, once the group was opened.
         finished: number of finished pieces.
         notes: notes for readers of the results.
@@ -118,17 +118,18 @@ class GroupRunner:
         plan: Plan,
         models: Models,
         limit: StepLimit,
-        store: Store,
+        state: Reporter,
         progress: Progress,
         strict: bool = False,
     ):
         self.planned, self.plan, self.models, self.limit = planned, plan, models, limit
-        self.store, self.progress, self.strict = store, progress, strict
+        self.state, self.progress, self.strict = state, progress, strict
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         self.cells = [
             GroupCell(config, CellResult(config, measured=now, provenance=plan.provenance(config)))
             for config in planned.cells
         ]
+        self.results = [cell.result for cell in self.cells]
         self.pieces: list[Sequence[Conversation]] = []
         self.finished = 0
         self.notes: list[str] = []
@@ -136,10 +137,6 @@ class GroupRunner:
         self._slot = 0
         self._head: dict[str, Any] = {}  # conditions of the pieces
         self._block_ends: list[int] = []  # number of finished pieces at the end of each block
-
-    @property
-    def results(self) -> list[CellResult]:
-        return [cell.result for cell in self.cells]
 
     @property
     def running(self) -> list[tuple[GroupCell, CellRunner]]:
@@ -168,11 +165,10 @@ class GroupRunner:
             UsageError, ModelError: an invalid model or option, with its place in the recipe, if ``strict``.
             KeyboardInterrupt: the user interrupted the run.
         """
-        if not self.running and self.alive:
-            self._open(self.strict and not self.pieces)
-
-    def _open(self, strict: bool) -> None:
+        if self.running or not self.alive:
+            return
         free_idle()  # memory of other groups
+        strict = self.strict and not self.pieces
         first, recipe = self.cells[0].config, self.plan.config.recipe
         places = recipe.places if strict else Places()
         try:
@@ -196,13 +192,13 @@ class GroupRunner:
             if cell.result.error is not None:
                 continue
             with self._attempt(cell, strict and lm is not None):
-                config, restart = cell.config, self.limit.restart
+                config = cell.config
                 if lm is None:
-                    logs = self.store.directory.path / "servers" / config.hash
+                    logs = self.plan.directory.path / "servers" / config.hash
                     engine_runner = plugins.of_companion("runner of engines")
-                    cell.runner = engine_runner(config, target, self._slot, logs, restart)
+                    cell.runner = engine_runner(config, target, self._slot, logs, self._begin_step)
                 else:
-                    options = restart, self.plan.config.validate, mask_drafts
+                    options = self._begin_step, self.plan.config.validate, mask_drafts
                     with places.at(recipe_place(recipe, config)):
                         cell.runner = Cell(config, target, lm, self.models, sequence, self._slot, *options)
         for cell, runner in self.running:
@@ -214,6 +210,10 @@ class GroupRunner:
             self._replay()
         else:
             self._cut(conversations)
+
+    def _begin_step(self) -> None:
+        self.limit.restart()
+        self.progress.estimate_early()
 
     def _cut(self, conversations: Sequence[Conversation]) -> None:
         """Divide the prompts into pieces, and read those of an earlier process."""
@@ -237,7 +237,8 @@ class GroupRunner:
             return
         for number in range(self.finished, self._block_ends[blocks - 1]):
             results = self._measure(number)
-            self.store.add(self.planned.key, number, results, self.progress.share)
+            self.plan.directory.save_piece(self.planned.key, number, results)
+            self.state.update_progress(self.progress.share)
             self.progress.finish_piece()
             for cell in self.cells:
                 if cell.config.hash in results:
@@ -288,7 +289,7 @@ class GroupRunner:
         baseline = next((config for config in configs if config.is_baseline), None)
         if self._target is None or baseline is None or baseline.sampling.temperature > 0:
             return
-        lossless = [results[c.hash] for c in configs if not c.is_baseline and is_lossless(c)]
+        lossless = [results[c.hash] for c in configs if not c.is_baseline and c.verifier_traits.lossless]
         try:
             decide(piece, lossless, results[baseline.hash], *self._target)
         except (CrossdraftError, RuntimeError) as error:
@@ -303,21 +304,21 @@ class GroupRunner:
         }
         pieces = [[c.prompt.index for c in piece] for piece in self.pieces]
         identity = {"format": FORMAT, "cells": conditions, "pieces": pieces}
-        head = self.store.directory.group_head(key)
+        head = self.plan.directory.group_head(key)
         if {name: head.get(name) for name in identity} != identity:
             if head:
                 message("starting over: the pieces on disk were measured under other conditions")
             self._head = {**identity, "measured": self.results[0].measured, "failed": self._failures()}
             self._head["threads"] = [{"piece": 1, **threads_in_use()}]
-            self.store.directory.drop_group(key)
-            self.store.directory.save_head(key, self._head)
+            self.plan.directory.drop_group(key)
+            self.plan.directory.save_head(key, self._head)
             return
         self._head = head
         for cell in self.cells:
             cell.result.measured = head["measured"]
             if cell.runner is not None and cell.config.hash in head["failed"]:
                 self._fail([cell], CrossdraftError(head["failed"][cell.config.hash]))
-        while (results := self.store.directory.load_piece(key, self.finished)) is not None:
+        while (results := self.plan.directory.load_piece(key, self.finished)) is not None:
             if any(cell.config.hash not in results for cell, _ in self.running):
                 break
             for cell, _ in self.running:
@@ -339,7 +340,7 @@ class GroupRunner:
             new, old = describe_threads(current), describe_threads(history[-1])
             self.progress.message(f"threads from piece {current['piece']}: {new}; before: {old}")
         self._head["threads"] = [*history, current]
-        self.store.directory.save_head(self.planned.key, self._head)
+        self.plan.directory.save_head(self.planned.key, self._head)
 
     def _warn_if_disturbed(self) -> None:
         """Warn once a run if the threads of the last piece waited for processors used by other programs."""
@@ -391,7 +392,7 @@ class GroupRunner:
                 raise FirstFailure(f"{pair} failed; the run was stopped (--fail-fast)")
         if self._head:
             self._head["failed"] = self._failures()
-            self.store.directory.save_head(self.planned.key, self._head)
+            self.plan.directory.save_head(self.planned.key, self._head)
 
     def _failures(self) -> dict[str, str]:
         return {result.config.hash: result.error for result in self.results if result.error is not None}

@@ -41,7 +41,9 @@ def preflight(
         with recipe.places.at(("device",)):
             first_device(cell.device)
     notes = _check_engines(recipe, [cell for cell in cells if cell.engine is not None])
-    built = {_drafter_key(cell) for group in groups[:1] for cell in group}
+    if len(groups) < 2:
+        return notes
+    built = {_drafter_key(cell) for cell in groups[0]}
     prepared: dict[str, list[Conversation]] = {}
     for cell in cells:
         if _drafter_key(cell) in built:
@@ -65,7 +67,7 @@ def preflight(
             raise
         except BaseException as error:  # reported when the cell runs
             propagate_interrupt(error)
-    return list(dict.fromkeys(notes))
+    return notes
 
 
 def _check_engines(recipe: Recipe, cells: Sequence[CellConfig]) -> list[str]:

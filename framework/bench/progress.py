@@ -1,7 +1,7 @@
 """Progress of a run: messages, a bar on a terminal, otherwise a line a minute, and estimates of the remaining time.
 
 Progress is counted in prompts finished by a cell. It is printed after each piece of prompts; only the first estimate of
-a slow run comes earlier, from a thread that reads the timings of the steps so far.
+a slow run comes earlier, from the timings of the steps so far.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from threading import Event, Lock, Thread
 
 from tqdm import tqdm
 
@@ -33,7 +32,7 @@ _BAR = "{percentage:3.0f} %|{bar}| {n_fmt}/{total_fmt} prompts{postfix}"
 
 
 class Progress:
-    """Number of finished prompts, seconds per turn, and their display: ``with Progress(...) as progress``.
+    """Number of finished prompts, seconds per turn, and their display.
 
     Args:
         cells: number of cells to measure.
@@ -65,26 +64,17 @@ class Progress:
         self._finished = 0  # prompts of finished groups
         self._turns = self._seconds = 0.0  # moving averages of turns and their seconds
         self._runner: CellRunner | None = None
-        self._started = self._last_line = clock()
+        self._begin = self._started = self._last_line = clock()
         self._current = ""  # title of the current cell
         self._last_pace: float | None = None  # pace of the last estimate
         self._last_estimate = 0.0  # time of the last estimate
-        self._lock, self._ended = Lock(), Event()
         # None: tqdm disables the bar unless stderr is a terminal.
         off, total, (columns, rows) = None if bar else True, self.total, _screen()
         self._bar = tqdm(total=total, miniters=1, leave=False, disable=off, ncols=columns, nrows=rows, bar_format=_BAR)
 
-    def __enter__(self) -> Progress:
-        Thread(target=self._watch, daemon=True).start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._ended.set()
+    def close(self) -> None:
+        """Remove the bar."""
         self._bar.close()
-
-    def _watch(self) -> None:
-        while not self._ended.wait(FIRST) and not self.estimate_early():
-            pass
 
     # -- what happens ---------------------------------------------------------------------------------------
 
@@ -119,14 +109,13 @@ class Progress:
         pace = self.pace
         if pace is None or not self._turns:
             return
-        with self._lock:
-            if self._last_pace is None:
-                self._estimate(pace, "estimated from the first piece of prompts")
-            elif self._clock() - self._last_estimate >= LINE and not 1 / CHANGED <= pace / self._last_pace <= CHANGED:
-                faster = pace < self._last_pace
-                factor = self._last_pace / pace if faster else pace / self._last_pace
-                reason = f"steps are {factor:.1f} times as {'fast' if faster else 'slow'} as at the last estimate"
-                self._estimate(pace, reason)
+        if self._last_pace is None:
+            self._estimate(pace, "estimated from the first piece of prompts")
+        elif self._clock() - self._last_estimate >= LINE and not 1 / CHANGED <= pace / self._last_pace <= CHANGED:
+            faster = pace < self._last_pace
+            factor = self._last_pace / pace if faster else pace / self._last_pace
+            reason = f"steps are {factor:.1f} times as {'fast' if faster else 'slow'} as at the last estimate"
+            self._estimate(pace, reason)
 
     def skip(self, prompts: int) -> None:
         """Count prompts, over all cells, whose pieces were read from disk."""
@@ -165,13 +154,10 @@ class Progress:
 
     # -- display ----------------------------------------------------------------------------------------------
 
-    def estimate_early(self) -> bool:
-        """Print an estimate from the first steps; return False if they have no timings yet."""
-        with self._lock:
-            pace = self.pace
-            if self._last_pace is None and pace is not None and not self._ended.is_set():
-                self._estimate(pace, "estimated from the first steps")
-            return self._last_pace is not None
+    def estimate_early(self) -> None:
+        """Print an estimate from the first steps if none was printed for `FIRST` seconds; called before every step."""
+        if self._last_pace is None and self._clock() - self._begin >= FIRST and (pace := self.pace) is not None:
+            self._estimate(pace, "estimated from the first steps")
 
     def _estimate(self, pace: float, reason: str) -> None:
         """Print the remaining time, or the warning about the time budget."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,7 @@ class LocalRun:
         if recipe.time is not None:
             budget = Budget(recipe.time, prompts, plan.blocks, recipe.max_new_tokens, config.clock)
         options: dict[str, Any] = {"bar": config.progress, "clock": config.clock, "budget": budget}
-        with Progress(len(plan.new), len(prompts), turns, config.message, **options) as progress:
+        with closing(Progress(len(plan.new), len(prompts), turns, config.message, **options)) as progress:
             store = Store(plan, self.outcome, self.state)
             try:
                 self._measure_groups(store, progress, models, budget)
@@ -163,11 +163,11 @@ class LocalRun:
         for planned in self.plan.groups:
             progress.start_group(planned)
             if planned.discard:
-                store.directory.drop_group(planned.key)
+                self.plan.directory.drop_group(planned.key)
             if planned.stored is not None:
                 store.finish_groups([planned.key], planned.stored, progress.share)
                 continue
-            waiting.append(GroupRunner(planned, self.plan, models, self.limit, store, progress, strict))
+            waiting.append(GroupRunner(planned, self.plan, models, self.limit, self.state, progress, strict))
             strict = False
             if budget is None:
                 self._measure(waiting, store, progress)
@@ -229,7 +229,7 @@ class LocalRun:
         results = [*self.outcome.results, *self._settle(runners, blocks)]
         for result in results:
             if not result.reused:
-                store.directory.save(result)
+                self.plan.directory.save(result)
         if self.plan.config.table is None:
             return
         with tqdm.external_write_mode():

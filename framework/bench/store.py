@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -11,7 +11,6 @@ from ..errors import UsageError
 from ..runs.readme import FILE as README
 from ..runs.readme import readme
 from ..runs.records import CellResult, Outcome
-from ..runs.run_directory import PieceResult
 from ..runs.shards import FILE
 from ..runs.state import Reporter
 from .plan import Plan
@@ -49,25 +48,19 @@ class Store:
     """
 
     def __init__(self, plan: Plan, outcome: Outcome, state: Reporter):
-        self.directory = plan.directory
         self._plan, self._outcome, self._state = plan, outcome, state
         self._finished: list[str] = []  # keys of groups
         self._counts = {"finished": 0, "failed": 0}
         for group in plan.groups:
             if group.stored is not None:
-                self.directory.adopt(group.source or self.directory, group.cells)
-
-    def add(self, key: str, number: int, results: Mapping[str, PieceResult], share: float) -> None:
-        """Add piece ``number`` (from 0) of a group, by cell hash; ``share`` is that of the finished run."""
-        self.directory.save_piece(key, number, results)
-        self._state.update_progress(share)
+                self._plan.directory.adopt(group.source or self._plan.directory, group.cells)
 
     def interrupt(self, results: Sequence[CellResult], note: str) -> None:
         """Add the results of a group that ends before its last piece, and a note for readers or an empty text."""
         self._outcome.notes += [note] if note else []
         self._outcome.results += results
         with suppress(OSError):  # the run may have ended because the disk is full
-            self.directory.save_partial(results)
+            self._plan.directory.save_partial(results)
 
     def finish_groups(
         self, keys: Sequence[str], results: Sequence[CellResult], share: float, complete: bool = True
@@ -76,12 +69,12 @@ class Store:
         self._outcome.results += results
         for result in results:
             if not result.reused:
-                self.directory.save(result)
+                self._plan.directory.save(result)
             self._counts["finished" if result.error is None else "failed"] += 1
             if result.metrics is not None and not result.reused:
                 plugins.notify("crossdraft_cell_finished", run=self._plan.about, cell=result.summary())
         for key in keys if complete else ():
-            self.directory.drop_group(key)
+            self._plan.directory.drop_group(key)
         self._finished += keys
         self._state.update(**self._counts, progress=share)
 
@@ -108,7 +101,7 @@ class Store:
         prompts = {"source": self._plan.config.recipe.prompts.source, "count": len(self._plan.prompts)}
         about = self._plan.environment | {"models": models, "prompts": prompts}
         about["conditions"] = distinct(result.provenance for result in results)
-        self.directory.write_json("environment.json", about)
+        self._plan.directory.write_json("environment.json", about)
 
 
 def _notes_on(results: Sequence[CellResult]) -> list[str]:

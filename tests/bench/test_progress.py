@@ -1,8 +1,8 @@
 """Progress lines, the progress bar, and estimates of the remaining time."""
 
 import io
-import time
-from typing import Any, cast
+from contextlib import closing
+from typing import Any
 
 import pytest
 
@@ -33,7 +33,7 @@ RUNNER: Any = FakeRunner()
 
 
 class Run:
-    """Progress of a run, without its thread."""
+    """Progress of a run."""
 
     def __init__(self, cells: int, prompts: int, clock: Clock, bar: bool = False, turns: int = 0, **options: Any):
         self.lines: list[str] = []
@@ -46,7 +46,7 @@ def test_without_terminal() -> None:
     clock = Clock()
     run, shares = Run(2, 60, clock, bar=True), list[float]()
     progress = run.progress
-    with progress:
+    with closing(progress):
         clock.now = 30.0  # loading models does not count
         progress.skip(20)  # stored pieces
         assert progress.left is None
@@ -77,7 +77,7 @@ def test_on_terminal(monkeypatch: Any) -> None:
     monkeypatch.setattr(progress_module.tqdm, "__init__", _to(screen, progress_module.tqdm.__init__))
     clock = Clock()
     run = Run(2, 4, clock, bar=True)
-    with run.progress as progress:
+    with closing(run.progress) as progress:
         progress.start_cell(config(), RUNNER)
         clock.now = 150.0
         progress.finish_cell(4, 4)
@@ -101,7 +101,7 @@ def test_estimate_that_no_longer_holds_is_replaced() -> None:
     """The time of a turn increases from 10 s to 40 s."""
     clock = Clock()
     run = Run(1, 200, clock)
-    with run.progress as progress:
+    with closing(run.progress) as progress:
         for number in range(40):
             progress.start_cell(config(), RUNNER)
             clock.now += 10.0 if number < 10 else 40.0
@@ -130,15 +130,22 @@ def test_first_estimate_does_not_wait_for_piece() -> None:
     budget = Budget()
     run = Run(1, 8, clock, turns=16, budget=budget)
     runner: Any = FakeRunner()
-    with run.progress as progress:
+    with closing(run.progress) as progress:
         progress.start_cell(config(), runner)
-        assert not progress.estimate_early() and run.lines == [], "no step has a time yet"
-        clock.now += 8.0
+        clock.now += 24.0
         runner.pace = 128.0
-        assert progress.estimate_early() and progress.estimate_early()
+        progress.estimate_early()
+        assert run.lines == [], "the first piece may be finished soon"
+        clock.now += 8.0
+        runner.pace = None
+        progress.estimate_early()
+        assert run.lines == [], "no step has a time yet"
+        runner.pace = 128.0
+        progress.estimate_early()
+        progress.estimate_early()
         assert run.lines == ["too long (estimated from the first steps)"] and budget.paces == [128.0]
         assert progress.left == 1000.0  # of 2048 s
-        clock.now += 56.0
+        clock.now += 32.0
         progress.finish_cell(1, 2)
         progress.finish_piece()
         assert (progress.pace, progress.left) == (32.0, 448.0)
@@ -146,22 +153,9 @@ def test_first_estimate_does_not_wait_for_piece() -> None:
         assert progress.left == 448.0
 
 
-def test_thread_prints_first_estimate(monkeypatch: Any) -> None:
-    monkeypatch.setattr(progress_module, "FIRST", 0.01)
-    run, runner = Run(1, 8, Clock()), FakeRunner()
-    with run.progress as progress:
-        progress.start_cell(config(), cast(Any, runner))
-        runner.pace = 30.0
-        for _ in range(500):
-            if run.lines:
-                break
-            time.sleep(0.01)
-    assert run.lines == ["about 4 min left, estimated from the first steps"]
-
-
 def test_empty_measurement() -> None:
     run = Run(0, 0, Clock())
-    with run.progress as progress:
+    with closing(run.progress) as progress:
         progress.finish_groups([])
         assert progress.share == 1.0
     assert run.lines == []
