@@ -106,21 +106,12 @@ class _Side:
     fields: set[str]
     paired: int = 0
     refused: list[str] = field(default_factory=list)
-    #: Resolved strategies by the places of their matrix values.
-    resolved: dict[tuple[KeyPath, ...], _Resolved] = field(default_factory=dict)
+    #: Strategies with their complete configs, and these, by the places of their matrix values.
+    resolved: dict[tuple[KeyPath, ...], tuple[Strategy, Any]] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
         return f"{self.kind.removesuffix('s')} '{self.strategy.name}'"
-
-
-@dataclass
-class _Resolved:
-    """A strategy with its complete config, and its traits by sampling."""
-
-    strategy: Strategy
-    config: Any
-    traits: dict[Sampling | None, Any] = field(default_factory=dict)
 
 
 def _engine_refusal(cell: CellConfig) -> str | None:
@@ -166,12 +157,12 @@ class _Expander:
             for drafter, verifier in itertools.product(drafters, self.verifiers):
                 for point, places in self._points(sorted(drafter.fields | verifier.fields)):
                     pair = self._resolved(drafter, point, places), self._resolved(verifier, point, places)
-                    cell = base.model_copy(update={"drafter": pair[0].strategy, "verifier": pair[1].strategy})
+                    cell = base.model_copy(update={"drafter": pair[0][0], "verifier": pair[1][0]})
                     if matching := self._excluding(cell):
                         excluded |= matching
                         continue
                     title = f"{drafter.strategy.title} × {verifier.strategy.title}"
-                    if reason := self._incompatible(drafter, verifier, pair, cell):
+                    if reason := self._incompatible(drafter, verifier, pair[0][1], pair[1][1], cell):
                         refusals.append((reason, title, cell.sampling.temperature))
                         continue
                     measured.setdefault(title, set()).add(cell.sampling.temperature)
@@ -242,8 +233,10 @@ class _Expander:
                 pick_dtype(cell.dtype, torch.device("cpu"))
         return self._with_engine(cell, places.get(("engine",), ("engine",)))
 
-    def _resolved(self, side: _Side, point: Mapping[str, Any], places: Mapping[KeyPath, KeyPath]) -> _Resolved:
-        """Return the strategy with its complete config, validated by its class and as JSON."""
+    def _resolved(
+        self, side: _Side, point: Mapping[str, Any], places: Mapping[KeyPath, KeyPath]
+    ) -> tuple[Strategy, Any]:
+        """Return the strategy with its complete config, and this, validated by its class and as JSON."""
         own = {(key,): places[(key,)] for key in point if key in side.fields}
         if (known := side.resolved.get(tuple(own.values()))) is not None:
             return known
@@ -265,17 +258,18 @@ class _Expander:
         if "model" in Config.model_fields and isinstance(model := config.model, str):
             with self.places.at(own.get(("model",), (*side.path, "model"))):
                 _check_model(model)
-        resolved = _Resolved(side.strategy.model_copy(update={"config": plain}), config)
+        resolved = side.strategy.model_copy(update={"config": plain}), config
         side.resolved[tuple(own.values())] = resolved
         return resolved
 
     def _incompatible(
-        self, drafter: _Side, verifier: _Side, pair: tuple[_Resolved, _Resolved], cell: CellConfig
+        self, drafter: _Side, verifier: _Side, draft_config: Any, verify_config: Any, cell: CellConfig
     ) -> str | None:
-        names = drafter.strategy.name, verifier.strategy.name
-        drafter_traits = self._traits(drafter, pair[0], cell.sampling)
-        verifier_traits = self._traits(verifier, pair[1])
-        reason = incompatible(names[0], drafter_traits, names[1], verifier_traits, cell.sampling)
+        with self.places.at(drafter.path, ContractError):
+            draft = plugins.traits_of("drafters", drafter.cls, draft_config, cell.sampling)
+        with self.places.at(verifier.path, ContractError):
+            accepted = plugins.traits_of("verifiers", verifier.cls, verify_config)
+        reason = incompatible(drafter.strategy.name, draft, verifier.strategy.name, accepted, cell.sampling)
         reason = reason or _engine_refusal(cell)
         for side in (drafter, verifier):
             if reason is None:
@@ -283,13 +277,6 @@ class _Expander:
             else:
                 side.refused.append(reason)
         return reason
-
-    def _traits(self, side: _Side, resolved: _Resolved, sampling: Sampling | None = None) -> Any:
-        if sampling not in resolved.traits:
-            args = () if sampling is None else (sampling,)
-            with self.places.at(side.path, ContractError):
-                resolved.traits[sampling] = plugins.traits_of(side.kind, side.cls, resolved.config, *args)
-        return resolved.traits[sampling]
 
     def _excluding(self, cell: CellConfig) -> set[int]:
         """Indices of the exclude entries that match the cell."""
