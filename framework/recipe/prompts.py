@@ -124,7 +124,17 @@ def load_prompts(
         UsageError: the source does not exist, or a row is not a valid prompt; with its place.
         ContractError: a registered source does not return rows.
     """
-    chosen = _select(_numbered(rows(source, split, column)), source, categories, limit)
+    prompts: Iterable[Prompt] = _numbered(rows(source, split, column))
+    if categories:
+        prompts = list(prompts)
+        names = sorted({prompt.category for prompt in prompts})
+        for category in categories:
+            if category not in names:
+                nearest = difflib.get_close_matches(category, names, n=1, cutoff=0.5)
+                guess = f"did you mean {nearest[0]!r}? " if nearest else ""
+                raise UsageError(f"{source} has no category {category!r}; {guess}It has: {', '.join(names)}.")
+        prompts = [prompt for prompt in prompts if prompt.category in categories]
+    chosen = list(islice(prompts, limit))
     if not chosen:
         raise UsageError(f"{source} has no prompts; give a source with at least one")
     return chosen
@@ -288,7 +298,7 @@ def _dataset_rows(source: str, hub: bool, split: str | None, column: str | None)
 # -- from rows to prompts ------------------------------------------------------------------------------------
 
 
-def _numbered(rows: Iterable[Located]) -> Iterator[tuple[str, Prompt]]:
+def _numbered(rows: Iterable[Located]) -> Iterator[Prompt]:
     places: dict[str, str] = {}
     without_question = truncated = 0  # numbers of recorded conversations
     try:
@@ -307,7 +317,7 @@ def _numbered(rows: Iterable[Located]) -> Iterator[tuple[str, Prompt]]:
                 truncated += 1
                 reference = prompt.reference and prompt.reference[:MOST_TURNS]
                 prompt = replace(prompt, turns=prompt.turns[:MOST_TURNS], reference=reference)
-            yield place, prompt
+            yield prompt
     finally:
         if without_question:
             logger.warning("crossdraft: skipped %d conversations without a user message", without_question)
@@ -346,22 +356,18 @@ def _prompt(place: str, row: Any, index: int) -> Prompt | None:
     category = row.get("category")
     if category is None or category == "":
         category = _CATEGORIES.get(key, "all")
+    if (constraint := row.get("constraint")) is not None:
+        from ..contracts.constraint import checked_constraint  # it imports pydantic
+
+        constraint = checked_constraint(constraint, f"{place}: constraint")
     return Prompt(
         question_id=_question_id(place, row, index),
         category=_name(place, "category", category),
         turns=tuple(turns),
         reference=reference or _reference(place, row),
         index=index,
-        constraint=_constraint(place, row.get("constraint")),
+        constraint=constraint,
     )
-
-
-def _constraint(place: str, value: Any) -> Constraint | None:
-    if value is None:
-        return None
-    from ..contracts.constraint import checked_constraint  # it imports pydantic
-
-    return checked_constraint(value, f"{place}: constraint")
 
 
 def _question_id(place: str, row: Mapping[str, Any], index: int) -> int | str:
@@ -399,19 +405,3 @@ def _listed(row: Mapping[Any, Any]) -> str:
     """List the first keys of a row."""
     keys = ", ".join(printable(str(key)) for key in islice(row, 12))
     return keys if len(keys) <= 200 else f"{keys[:199]}…"
-
-
-def _select(
-    rows: Iterable[tuple[str, Prompt]], source: str, categories: Sequence[str], limit: int | None
-) -> list[Prompt]:
-    prompts = (prompt for _, prompt in rows)
-    if not categories:
-        return list(islice(prompts, limit))
-    all_prompts = list(prompts)
-    names = sorted({prompt.category for prompt in all_prompts})
-    for category in categories:
-        if category not in names:
-            nearest = difflib.get_close_matches(category, names, n=1, cutoff=0.5)
-            guess = f"did you mean {nearest[0]!r}? " if nearest else ""
-            raise UsageError(f"{source} has no category {category!r}; {guess}It has: {', '.join(names)}.")
-    return [prompt for prompt in all_prompts if prompt.category in categories][:limit]
