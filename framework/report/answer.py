@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..metrics.cell_metrics import clock_ratio
@@ -15,7 +14,6 @@ from .metrics_text import efficiency_text, no_speed_up
 
 if TYPE_CHECKING:
     from ..cost.summary import Summary
-    from ..metrics.cell_metrics import Metrics
     from ..metrics.intervals import Estimate
     from ..runs.records import CellResult
 
@@ -25,7 +23,6 @@ NOT_CERTIFIED = "no pair here is certified lossless"
 _MOST_CATEGORIES, _MOST_GAINS = 3, 2
 
 
-@dataclass(frozen=True)
 class Best:
     """The best certified pair of a group: by speed-up, or by block efficiency if every speed-up is missing.
 
@@ -34,58 +31,38 @@ class Best:
         result: the cell of the pair; ``certified``: those of all certified pairs of the group.
         plain: the cell of plain decoding; None if it was not measured.
         missing: reason why no pair of the group has a speed-up, or empty.
+        faster: True if the pair was shown to be faster than plain decoding.
+        rivals: number of the other certified pairs whose interval overlaps that of this one, or is unknown; ``overlap``
+            is that as text.
+        clock: ratio to plain decoding by the clock; None unless the speed-up is withheld.
+        text: the pair with its speed-up, or with its block efficiency, target rows and ratio by the clock.
     """
 
-    setting: str
-    result: CellResult
-    certified: Sequence[CellResult]
-    plain: CellResult | None
-    missing: str
-
-    @property
-    def pair(self) -> str:
-        return f"{self.result.config.drafter.title} × {self.result.config.verifier.title}"
-
-    @property
-    def metrics(self) -> Metrics:
-        assert self.result.metrics is not None
-        return self.result.metrics
-
-    @property
-    def speed_up(self) -> Estimate | None:
-        return self.metrics.speed_up
-
-    @property
-    def faster(self) -> bool:
-        """True if the pair was shown to be faster than plain decoding."""
-        return order(self.result)[0]
-
-    @property
-    def rivals(self) -> int:
-        """Number of the other certified pairs whose interval overlaps that of this one, or is unknown."""
+    def __init__(
+        self,
+        setting: str,
+        result: CellResult,
+        certified: Sequence[CellResult],
+        plain: CellResult | None,
+        missing: str,
+    ):
+        assert result.metrics is not None
+        self.setting, self.result, self.certified, self.plain, self.missing = setting, result, certified, plain, missing
+        self.pair = f"{result.config.drafter.title} × {result.config.verifier.title}"
+        self.metrics, self.speed_up, self.faster = result.metrics, result.metrics.speed_up, order(result)[0]
         key = "speed_up" if self.speed_up else "block_efficiency"
-        others = [getattr(r.metrics, key) for r in self.certified if r is not self.result]
-        return sum(_overlap(other, getattr(self.metrics, key)) for other in others)
-
-    @property
-    def overlap(self) -> str:
-        return f" ({self.rivals} of {len(self.certified) - 1} other intervals overlap)" * bool(self.rivals)
-
-    @property
-    def text(self) -> str:
-        """The pair with its speed-up, or with its block efficiency, target rows and ratio by the clock."""
+        others = [getattr(other.metrics, key) for other in certified if other is not result]
+        self.rivals = sum(_overlap(other, getattr(self.metrics, key)) for other in others)
+        self.overlap = f" ({self.rivals} of {len(others)} other intervals overlap)" * bool(self.rivals)
+        self.clock = None
+        if plain is not None and self.metrics.withheld:
+            self.clock = clock_ratio(list(zip(result.pieces, plain.pieces, strict=False)))
         if self.speed_up is not None:
-            return f"{self.pair}, {estimate_text(self.speed_up)} × plain decoding"
-        text = f"{self.pair}, BE {efficiency_text(self.metrics)}{self.overlap}"
-        text += f", {self.metrics.target_rows_per_token:.2f} rows/tok"
-        return text + (f", {estimate_text(self.clock)} × plain decoding by the clock" if self.clock else "")
-
-    @property
-    def clock(self) -> Estimate | None:
-        """Ratio to plain decoding by the clock; None unless the speed-up is withheld."""
-        if self.plain is None or not self.metrics.withheld:
-            return None
-        return clock_ratio(list(zip(self.result.pieces, self.plain.pieces, strict=False)))
+            self.text = f"{self.pair}, {estimate_text(self.speed_up)} × plain decoding"
+            return
+        self.text = f"{self.pair}, BE {efficiency_text(self.metrics)}{self.overlap}"
+        self.text += f", {self.metrics.target_rows_per_token:.2f} rows/tok"
+        self.text += f", {estimate_text(self.clock)} × plain decoding by the clock" if self.clock else ""
 
 
 def best_of(groups: Iterable[tuple[str, Sequence[CellResult]]]) -> list[Best]:
@@ -137,7 +114,9 @@ def _answer(best: Best) -> list[str]:
     frugal = min(drafting, key=lambda r: r.metrics.target_rows_per_token if r.metrics else 0.0)
     lines = [f"answer: not sure, {best.missing} ({best.setting})", f"  greatest BE: {best.text}"]
     if frugal is not best.result:
-        lines.append(f"  fewest target rows: {replace(best, result=frugal).text}")
+        lines.append(
+            f"  fewest target rows: {Best(best.setting, frugal, best.certified, best.plain, best.missing).text}"
+        )
     if best.metrics.withheld:
         known = best.clock is not None and best.clock.low is not None
         condition = "" if known else f", of which an interval requires {LEAST_PIECES} pieces"

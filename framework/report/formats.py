@@ -15,7 +15,7 @@ from .markdown import MARK, page
 from .pivot import hidden_keys, pivot, rendered, withheld_note
 from .report import Report
 from .segments import columns_of
-from .selection import selected_cells
+from .selection import finished_cells
 from .tables import terminal
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class NumbersReport(Report):
 
     def pivoted(self, runs: Sequence[FinishedRun], options: Any) -> str:
         """The pivot table. Raises UsageError for keys under which cells collide; prints notes on standard error."""
-        cells = [cell for cell in selected_cells(runs) if options.baseline or not cell.result.config.is_baseline]
+        cells = [cell for cell in finished_cells(runs) if options.baseline or not cell.result.config.is_baseline]
         if not cells:
             raise UsageError("no cells to show: --where excludes all of them (plain decoding requires --baseline)")
         names = dict.fromkeys(name for run in runs for segments in run.segments.values() for name in segments)

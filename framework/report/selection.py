@@ -61,7 +61,7 @@ class SelectedCell:
         return own == value or (_number(value) is not None and _number(own) == _number(value))
 
 
-def finished_cells(runs: Sequence[tuple[str, FinishedRun]], clauses: Sequence[str] = ()) -> list[SelectedCell]:
+def finished_cells(runs: Sequence[FinishedRun], clauses: Sequence[str] = ()) -> list[SelectedCell]:
     """The finished cells that match all clauses ``KEY=VALUE`` or ``KEY=VALUE,VALUE`` of ``clauses``.
 
     Clauses on the drafter or verifier do not exclude plain decoding.
@@ -69,7 +69,8 @@ def finished_cells(runs: Sequence[tuple[str, FinishedRun]], clauses: Sequence[st
     Raises:
         UsageError: a malformed clause, or a key or value that no cell has.
     """
-    cells = [SelectedCell(title, run, r) for title, run in runs for r in run.summary.results if r.metrics is not None]
+    titled = zip(titles_of(runs), runs, strict=True)
+    cells = [SelectedCell(title, run, r) for title, run in titled for r in run.summary.results if r.metrics is not None]
     for clause in clauses:
         key, equals, text = clause.partition("=")
         if not equals or not key:
@@ -89,16 +90,11 @@ def finished_cells(runs: Sequence[tuple[str, FinishedRun]], clauses: Sequence[st
     return cells
 
 
-def selected_cells(runs: Sequence[FinishedRun]) -> list[SelectedCell]:
-    """The finished cells of runs."""
-    return finished_cells(list(zip(titles_of(runs), runs, strict=True)))
-
-
 def filtered_runs(runs: Sequence[FinishedRun], clauses: Sequence[str]) -> list[FinishedRun]:
     """The runs with the cells that match ``clauses`` only, see `finished_cells`; runs without any are left out."""
     if not clauses:
         return list(runs)
-    cells = finished_cells(list(zip(titles_of(runs), runs, strict=True)), clauses)
+    cells = finished_cells(runs, clauses)
     filtered = []
     for run in runs:
         if results := [cell.result for cell in cells if cell.run is run]:

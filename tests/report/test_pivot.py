@@ -27,7 +27,7 @@ def run(tmp_path_factory: Any) -> FinishedRun:
 
 
 def pairs(run: FinishedRun, *place: str) -> list[SelectedCell]:
-    return [cell for cell in finished_cells([("some", run)], place) if not cell.result.config.is_baseline]
+    return [cell for cell in finished_cells([run], place) if not cell.result.config.is_baseline]
 
 
 def rows(text: str) -> list[list[str]]:

@@ -278,7 +278,7 @@ def test_pivot_of_withheld_values(tmp_path: Path) -> None:
     finished = outcome(tmp_path, {1: {"token": 1.5, "block": 1.6}})
     for verifier in ("token", "block"):
         withhold(finished, TOO_FEW, verifier)
-    pairs = [c for c in finished_cells([("run", FinishedRun(finished, {}, []))]) if not c.result.config.is_baseline]
+    pairs = [c for c in finished_cells([FinishedRun(finished, {}, [])]) if not c.result.config.is_baseline]
     table = pivot(pairs, ["drafter"], ["verifier"], ["speed_up", "tokens_per_second"])
     text = rendered(table, "markdown")
     assert words(text, "|", "draft-model")[3:] == [
