@@ -20,7 +20,7 @@ import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -53,22 +53,8 @@ _LOCK_TIMEOUT = 0.3
 #: Maximum length of the title of a drafter or verifier in a directory's name.
 _MAX_TITLE = 40
 
-_STEPS = pa.schema(
-    [
-        ("cell", pa.string()),
-        ("prompt", pa.int64()),
-        ("question_id", pa.string()),
-        ("category", pa.string()),
-        ("turn", pa.int64()),
-        ("step", pa.int64()),
-        ("tau", pa.int64()),
-        ("emitted", pa.int64()),
-        ("nodes", pa.int64()),
-        ("width", pa.int64()),
-        ("limit", pa.int64()),
-        ("survival", pa.float64()),
-    ]
-)
+_TYPES = {"int": pa.int64(), "str": pa.string(), "float | None": pa.float64()}
+_STEPS = pa.schema([("cell", pa.string()), *((f.name, _TYPES[str(f.type)]) for f in fields(StepRecord))])
 #: Errors raised for malformed data.
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
 
