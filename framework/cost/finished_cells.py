@@ -9,7 +9,6 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from .. import plugins
 from ..contracts.verifier import not_shortenable
 from ..errors import UsageError
 from ..metrics.cell_metrics import StepRecord
@@ -72,8 +71,8 @@ def _replay(queue: deque[tuple[deque[StepRecord], int]], batch_size: int) -> lis
 
 def shorter_refusal(config: CellConfig) -> str:
     """The reason why the acceptance of shorter drafts does not follow from a finished cell, or an empty string."""
-    traits = plugins.recorded_traits("verifiers", config.verifier.name, config.verifier.config)
-    return not_shortenable(config.drafter.name, config.drafter_traits, config.verifier.name, traits)
+    traits = config.drafter_traits, config.verifier_traits
+    return not_shortenable(config.drafter.name, traits[0], config.verifier.name, traits[1])
 
 
 def statistics(result: CellResult, drafter: Curve | None = None) -> CellStatistics | None:
@@ -136,7 +135,8 @@ def curves_of(result: CellResult, curves: Iterable[CostCurve]) -> tuple[CostCurv
 def used_curves(results: Iterable[CellResult], curves: Iterable[CostCurve]) -> list[CostCurve]:
     """Return the ``curves`` that predictions for these cells use, in order."""
     curves = list(curves)
-    read = {id(curve) for result in results if result.error is None for curve in curves_of(result, curves)}
+    cells = [result for result in results if result.error is None] if curves else []
+    read = {id(curve) for result in cells for curve in curves_of(result, curves)}
     return [curve for curve in curves if id(curve) in read]
 
 

@@ -247,6 +247,11 @@ class CellConfig(RunSettings):
         """Traits of the drafter of a finished cell."""
         return plugins.recorded_traits("drafters", self.drafter.name, self.drafter.config, self.sampling)
 
+    @property
+    def verifier_traits(self) -> Any:
+        """Traits of the verifier of a finished cell."""
+        return plugins.recorded_traits("verifiers", self.verifier.name, self.verifier.config)
+
     def _unlabelled(self) -> dict[str, Any]:
         config = self.model_dump(mode="json")
         for kind in ("drafter", "verifier", "engine"):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..metrics.cell_metrics import counted_steps, paired_difference
 from ..metrics.component_times import ENOUGH, FAULT, MOST_BORROWED, TOO_FEW
-from ..runs.labels import counted, group_title, is_lossless, pair_title, verifier_title
+from ..runs.labels import counted, group_title, pair_title, verifier_title
 from ..runs.marks import Mark, mark_by_verifier, mark_of
 from ..util.estimate import estimate_text
 
@@ -203,7 +203,7 @@ def _temperature_zero(results: Sequence[CellResult]) -> Iterator[str]:
         sampled = config.model_copy(update={"sampling": config.sampling.model_copy(update={"temperature": 1.0})})
         if config.drafter_traits.is_chain and not sampled.drafter_traits.is_chain:
             chains[config.drafter.title] = None
-        if is_lossless(config):
+        if config.verifier_traits.lossless:
             first = firsts.setdefault(json.dumps([config.group, config.drafter.name, config.drafter.config]), result)
             if first is not result and first.records == result.records:
                 equal[config.drafter.title] = None
@@ -270,7 +270,7 @@ def _greedy(result: CellResult) -> Metrics | None:
     """The metrics of a lossless pair that was compared with plain decoding at temperature 0; else None."""
     metrics = result.drafting
     compared = metrics is not None and metrics.same_as_baseline is not None
-    return metrics if compared and is_lossless(result.config) else None
+    return metrics if compared and result.config.verifier_traits.lossless else None
 
 
 def _failures(failed: Sequence[CellResult]) -> Iterator[str]:

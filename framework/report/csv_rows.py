@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..metrics.cell_metrics import ESTIMATES, SERVED, TIMES
 from ..recipe.recipe import OWN_ENGINE
-from ..runs.labels import is_lossless
 from ..runs.marks import mark_of
 from ..util.estimate import ENDS, Estimate, spread
 from ..util.table import Table
@@ -42,7 +41,7 @@ def row_of(result: CellResult, summary: Summary | None = None) -> dict[str, Any]
     constraint = config.pop("constraint")
     row |= config.pop("sampling") | {"prompts": json.dumps(config.pop("prompts"))} | config
     row["constraint"] = "" if constraint is None else json.dumps(constraint)
-    row["lossless"] = is_lossless(result.config)
+    row["lossless"] = result.config.verifier_traits.lossless
     row["certificate"] = "" if result.config.is_baseline else str(mark_of(result))
     row["error"] = result.error or ""
     if result.metrics is None:

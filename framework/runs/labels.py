@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from .. import plugins
 from ..recipe.recipe import OWN_ENGINE, CellConfig
 from .marks import mark_of
 
@@ -54,12 +53,6 @@ def pair_title(cell: CellConfig | CellResult) -> str:
     """Title of a cell's drafter and verifier, with the verifier's mark unless it is certified."""
     config = cell if isinstance(cell, CellConfig) else cell.config
     return f"{config.drafter.title} × {verifier_title(cell)}"
-
-
-def is_lossless(config: CellConfig) -> bool:
-    """Return True if the verifier of a cell claims to be lossless."""
-    verifier = plugins.get("verifiers", config.verifier.name)
-    return verifier.traits(verifier.Config(**config.verifier.config)).lossless
 
 
 def counted(n: int, noun: str) -> str:
