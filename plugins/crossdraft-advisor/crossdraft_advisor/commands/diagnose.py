@@ -12,10 +12,11 @@ from pydantic import Field, model_validator
 
 from crossdraft import Argument, Command, Sampling, UsageError
 from crossdraft.commands import MOST_PROMPTS, MOST_TOKENS, JsonOptions, SamplingOptions, TrustOptions
+from crossdraft.runs import duration
 
 from ..engines.counter_definitions import DEFINITIONS
 from ..limits import MOST_REPLAYED
-from ..replay.baseline_responses import baseline_responses, duration
+from ..replay.baseline_responses import baseline_responses
 from ..report import Report, log
 
 if TYPE_CHECKING:

@@ -29,7 +29,6 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +92,8 @@ def _parsed(source: Source, names: Sequence[str]) -> dict[str, dict[Key, Sample]
         for number, line in (*source.raw_lines(*stems), *exported_series(source, names))
         if (name := _NAME.match(line)) and (exact := known.get(canonical(name[0])))
     ]
-    for (exact, number, line), sample in zip(lines, _samples(source, lines), strict=True):
+    for exact, number, line in lines:
+        sample = _sample(source, number, line)
         if math.isnan(sample.value) and not exact.endswith("_total"):
             source.skip(number, f"{exact} is not a number: nothing has been measured")
             continue
@@ -111,18 +111,6 @@ def _parsed(source: Source, names: Sequence[str]) -> dict[str, dict[Key, Sample]
         if not _COMPLETE.search(line) and source.text.endswith(line):  # without a newline
             raise source.error(number, "the scrape is truncated in this line; repeat it")
     return series
-
-
-def _samples(source: Source, lines: Sequence[tuple[str, int, str]]) -> list[Any]:
-    """The labels and value of each line, which are parsed at once if all are valid. Raises UsageError."""
-    from prometheus_client.parser import text_string_to_metric_families
-
-    text = "\n".join(line for _, _, line in lines)
-    with suppress(Exception):  # of its parser: ValueError, IndexError
-        parsed = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-        if len(parsed) == len(lines):
-            return parsed
-    return [_sample(source, number, line) for _, number, line in lines]
 
 
 def _sample(source: Source, number: int, line: str) -> Any:

@@ -6,13 +6,14 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crossdraft import UsageError
 from crossdraft.commands import replace_text
 from crossdraft.framework.util.releases import release
+from crossdraft.runs import duration
 
 from ..report import log
 
@@ -94,32 +95,25 @@ def _digest(data: bytes) -> str:
 def _decode(
     name: str, texts: Sequence[str], sampling: Sampling, maximum: int, chat: bool | None, options: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    from crossdraft import load_model
-    from crossdraft.framework.contracts.steps import raise_failed
-    from crossdraft.models import encode, pair_decoder
+    from crossdraft import generate, load_model
+    from crossdraft.models import encode
 
-    target = load_model(name, **options)
+    target, settings = load_model(name, **options), sampling.model_dump()
     ids = [encode(target.tokenizer, [text], chat=chat) for text in texts]
 
-    def decode(prompts: Sequence[Sequence[int]], tokens: int) -> list[Any]:
-        longest, rows = max(map(len, prompts)) + tokens, min(BATCH_SIZE, len(prompts))
-        decoder = pair_decoder(target, "none", None, longest, sampling=sampling, batch_size=rows, max_new_tokens=tokens)
-        responses = sorted(decoder.run(prompts, on_error="finish"), key=lambda response: response.index)
-        raise_failed(responses)
-        return responses
+    decode = partial(generate, target, drafter="none", batch_size=BATCH_SIZE, **settings)
 
-    first = ids[:BATCH_SIZE]
-    decode(first, 1)  # warm up
-    times = [time.perf_counter()]
-    for tokens in (1, 1 + TIMED_TOKENS):
-        decode(first, tokens)
-        times.append(time.perf_counter())
-    short, long = (after - before for before, after in pairwise(times))
-    batches = -(-len(ids) // BATCH_SIZE)
-    seconds = batches * (short + max(long - short, 0.0) / TIMED_TOKENS * (maximum - 1))
-    log(f"estimated time: {duration(seconds)} or less (from {TIMED_TOKENS} timed tokens)")
-    responses = decode(ids, maximum)
-    settings = sampling.model_dump()
+    def seconds(tokens: int) -> float:
+        """Seconds of the first batch."""
+        start = time.perf_counter()
+        decode(ids[:BATCH_SIZE], max_new_tokens=tokens)
+        return time.perf_counter() - start
+
+    seconds(1)  # warm up
+    short, long = (seconds(tokens) for tokens in (1, 1 + TIMED_TOKENS))
+    expected = -(-len(ids) // BATCH_SIZE) * (short + max(long - short, 0.0) / TIMED_TOKENS * (maximum - 1))
+    log(f"estimated time: {duration(expected)} or less (from {TIMED_TOKENS} timed tokens)")
+    responses = decode(ids, max_new_tokens=maximum)
     return [
         {
             "prompt": list(prompt),
@@ -131,7 +125,3 @@ def _decode(
         }
         for prompt, response in zip(ids, responses, strict=True)
     ]
-
-
-def duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"

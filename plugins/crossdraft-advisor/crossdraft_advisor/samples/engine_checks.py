@@ -27,7 +27,7 @@ from crossdraft.runs import CellConfig, CellResult, StepRecord, Strategy
 from ..engines.counter_definitions import CounterDefinition
 from ..engines.engine_cell import AFTER, BEFORE, RESPONSES
 from ..engines.engine_log import Source
-from ..engines.prometheus import samples, since
+from ..engines.prometheus import ACCEPTED, summed, totals_by_model
 from ..engines.server import response_flaw
 from ..replay.acceptance_formulas import survival
 from ..replay.candidates import candidates_of
@@ -218,10 +218,16 @@ def first_tokens(result: CellResult) -> list[list[int]]:
 
 def _emitted(result: CellResult) -> list[list[int]]:
     """Tokens of every step after the prefill, by response."""
-    steps: dict[tuple[str, int], list[int]] = defaultdict(list)
+    records = _records(result)
+    return [[r.emitted for r in records[str(line["question_id"]), line["turn"]]] for line in result.responses]
+
+
+def _records(result: CellResult) -> dict[tuple[str, int], list[StepRecord]]:
+    """The steps by prompt and turn."""
+    records: dict[tuple[str, int], list[StepRecord]] = defaultdict(list)
     for record in result.records:
-        steps[record.question_id, record.turn].append(record.emitted)
-    return [steps[str(line["question_id"]), line["turn"]] for line in result.responses]
+        records[record.question_id, record.turn].append(record)
+    return records
 
 
 def step_mates(
@@ -261,10 +267,9 @@ def counted(config: CellConfig, scrapes: Path, responses: int) -> float | None:
         return None
     if definition is None or not after.startswith(f"{RESPONSES}{responses}\n"):
         return None
-    names = {f"{definition.prefix}spec_decode_num_accepted_tokens_total"}
     later, earlier = Source(after, str(scrapes / AFTER)), Source(before, str(scrapes / BEFORE))
-    series = since(samples(later, names), samples(earlier, names), later, earlier)
-    return sum(sample.value for sample in series.values()) if series else None
+    accepted = summed(totals_by_model(definition, later, earlier), ACCEPTED)
+    return None if accepted is None else accepted.value
 
 
 def _definition(config: CellConfig) -> CounterDefinition | None:
@@ -294,10 +299,7 @@ def served_steps(
         )
         for response in (responses[i] for i in own)
     ]
-    records = defaultdict(list)
-    for record in result.records:
-        records[record.question_id, record.turn].append(record)
-    definition = _definition(config)
+    records, definition = _records(result), _definition(config)
     drafter = Strategy.model_validate({"name": config.drafter.name, **config.drafter.config})
     (candidate,) = candidates_of(
         [drafter.model_dump_json()],
