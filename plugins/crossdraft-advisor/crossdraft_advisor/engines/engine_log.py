@@ -8,12 +8,12 @@ import json
 import re
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from crossdraft import UsageError, printable
 from crossdraft.commands import MOST_NESTING, parse_json, path_of, read_bytes
@@ -24,6 +24,7 @@ from .http_response import HEADERS, HttpResponse, NetworkError, redacted, withou
 if TYPE_CHECKING:
     from ..cost.step_cost import SpeedPoint
 
+_T = TypeVar("_T")
 #: The first line of a multi-line JSON value, but not a time stamp in brackets.
 _JSON_BEGINS = re.compile(r"[\[{]\s*([\[{\"]|$)")
 UNFIT = re.compile(r"[\x00-\x20\x7f]")  # characters that must be escaped in a URL
@@ -96,6 +97,15 @@ class Source:
             raise
         except UsageError as error:
             self.skipped.append(str(error))
+
+    def read(self, items: Iterable[tuple[Any, ...]], parse: Callable[..., _T | None]) -> list[_T]:
+        """What ``parse`` returns for each item but None; items for which it raises UsageError are skipped."""
+        results = []
+        for item in items:
+            with self.skipping():
+                if (result := parse(*item)) is not None:
+                    results.append(result)
+        return results
 
     @cached_property
     def _lines(self) -> list[str]:

@@ -235,12 +235,7 @@ def full_drafts(source: Source, line: int, accepted: float, drafted: float, name
 
 def per_response(source: Source, keys: Sequence[str] = STEPS) -> list[Acceptance]:
     """Acceptance from the statistics of responses: every JSON object with the number of steps under one of ``keys``."""
-    counts = []
-    for key in keys:
-        for line, fields in source.responses(key):
-            with source.skipping():
-                if (item := _counts(source, line, fields, key)) is not None:
-                    counts.append(item)
+    counts = source.read(((source, *response, key) for key in keys for response in source.responses(key)), _counts)
     return acceptances_of(counts, source, "responses")
 
 

@@ -154,16 +154,15 @@ def _tables(source: Source) -> list[tuple[int, dict[str, float], list[float]]]:
 
 
 def _results(source: Source) -> list[tuple[int, dict[str, float], list[float]]]:
-    results = []
-    for line, fields in source.objects("spec_decode_acceptance_length"):
-        with source.skipping():
-            length = fields["spec_decode_acceptance_length"]
-            if length is None or isinstance(length, dict):  # of AIPerf
-                continue
-            values = {ours: count(source, line, fields, key) for ours, key in _KEYS if fields.get(key) is not None}
-            values["length"] = source.number(str(length), line, "the acceptance length")
-            results.append((line, values, list(source.rates(fields, _RATES, line)) if fields.get(_RATES) else []))
-    return results
+    def result(line: int, fields: dict[str, Any]) -> tuple[int, dict[str, float], list[float]] | None:
+        length = fields["spec_decode_acceptance_length"]
+        if length is None or isinstance(length, dict):  # of AIPerf
+            return None
+        values = {ours: count(source, line, fields, key) for ours, key in _KEYS if fields.get(key) is not None}
+        values["length"] = source.number(str(length), line, "the acceptance length")
+        return line, values, list(source.rates(fields, _RATES, line)) if fields.get(_RATES) else []
+
+    return source.read(source.objects("spec_decode_acceptance_length"), result)
 
 
 def _run(source: Source, line: int, values: Mapping[str, float], rates: list[float]) -> list[Acceptance]:
@@ -202,14 +201,14 @@ class SglangBench(AcceptanceFormat):
             for line, fields in source.objects(key):
                 if type(fields[key]) in (int, float) and fields[key]:
                     lengths.append((line, str(fields[key])))
-        acceptances = []
-        for line, text in lengths:
-            with source.skipping():
-                length = source.number(text, line, "the accept length", MOST_LEVELS + 1)
-                if length < 1:
-                    raise source.error(line, f"an accept length of {length:g} does not include the bonus token")
-                acceptances.append(Acceptance((), source.place(line), length=length, **drafts_of(source)))
-        return acceptances
+
+        def mean(line: int, text: str) -> Acceptance:
+            length = source.number(text, line, "the accept length", MOST_LEVELS + 1)
+            if length < 1:
+                raise source.error(line, f"an accept length of {length:g} does not include the bonus token")
+            return Acceptance((), source.place(line), length=length, **drafts_of(source))
+
+        return source.read(lengths, mean)
 
 
 class AiPerf(AcceptanceFormat):
@@ -353,30 +352,25 @@ class SpecBench(AcceptanceFormat):
     definition = "tokens per step, bonus included, of all steps of a response"
 
     def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
-        counts: list[StepCounts] = []
-        for line, fields in source.objects("accept_lengths"):
-            with source.skipping():
-                lengths = fields["accept_lengths"]
-                if not isinstance(lengths, list) or not all(type(n) is int and n >= 0 for n in lengths):
-                    raise source.error(line, "accept_lengths is not a list of numbers of tokens")
-                if reason := MOST_LEVELS.violation(max(lengths, default=0)):
-                    raise source.error(line, f"a step of {max(lengths)} tokens is too long; {reason}")
-                taus = [max(n - 1, 0) for n in lengths]
-                at_least = tuple(float(sum(tau >= i for tau in taus)) for i in range(1, max(taus, default=0) + 1))
-                n = len(taus)
-                counts.append(StepCounts(n, sum(taus), at_least, name=source.row_id(line), steps=n))
+        def steps(line: int, fields: dict[str, Any]) -> StepCounts:
+            lengths = fields["accept_lengths"]
+            if not isinstance(lengths, list) or not all(type(n) is int and n >= 0 for n in lengths):
+                raise source.error(line, "accept_lengths is not a list of numbers of tokens")
+            if reason := MOST_LEVELS.violation(max(lengths, default=0)):
+                raise source.error(line, f"a step of {max(lengths)} tokens is too long; {reason}")
+            taus = [max(n - 1, 0) for n in lengths]
+            at_least = tuple(float(sum(tau >= i for tau in taus)) for i in range(1, max(taus, default=0) + 1))
+            return StepCounts(len(taus), sum(taus), at_least, name=source.row_id(line), steps=len(taus))
+
+        counts = source.read(source.objects("accept_lengths"), steps)
         if counts:
             longest = max(1, *(len(item.at_least) for item in counts))
             counts = [replace(item, at_least=item.at_least or (0.0,), gamma=longest) for item in counts]
             remark = f"the draft length is not recorded; no step accepted more than {counted(longest, 'token')}"
             reason = "its drafts may be trees, and their length is not recorded"
             return acceptances_of(counts, source, "responses", remarks=(remark,), refusal=reason)
-        for key in ("decoding_steps", "idxs"):
-            for line, fields in source.objects(key):
-                with source.skipping():
-                    if (item := _turns(source, line, fields, key)) is not None:
-                        counts.append(item)
-        return acceptances_of(counts, source, "responses")
+        turns = ((source, *item, key) for key in ("decoding_steps", "idxs") for item in source.objects(key))
+        return acceptances_of(source.read(turns, _turns), source, "responses")
 
 
 def _turns(source: Source, line: int, fields: Mapping[str, Any], key: str) -> StepCounts | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -183,11 +184,7 @@ class SpeculationProfileRates(AcceptanceFormat):
     definition = "marginal rates, Pr(tau >= i), or conditional ones"
 
     def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
-        acceptances = []
-        for line, fields in source.objects("conditional_accept_rates"):
-            with source.skipping():
-                acceptances.append(self._profile(source, line, fields))
-        return acceptances
+        return source.read(source.objects("conditional_accept_rates"), partial(self._profile, source))
 
     def _profile(self, source: Source, line: int, fields: dict[str, Any]) -> Acceptance:
         if fields.get("measured") is False:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ...cost.step_cost import SpeedPoint
 from ..acceptance import Acceptance, constant_rate
@@ -328,19 +328,19 @@ def _examples(source: Source) -> list[Acceptance]:
 
 def _timings(source: Source) -> list[Acceptance]:
     """Timings of responses: all steps after the prefill, with and without a draft."""
-    counts = []
-    for line, fields in source.responses("draft_n_accepted"):
-        with source.skipping():
-            tokens, drafted, accepted = (
-                count(source, line, fields, key) for key in ("predicted_n", "draft_n", "draft_n_accepted")
-            )
-            drafts = count(source, line, fields, "draft_rounds") if fields.get("draft_rounds") is not None else None
-            steps = max(steps_of(tokens, accepted), drafts or 0.0)
-            if accepted > drafted or (drafted and steps < 1):
-                raise source.error(line, f"{accepted:g} accepted of {drafted:g} drafted tokens in {tokens:g} tokens")
-            if drafted:
-                counts.append(StepCounts(drafts, accepted, drafted=drafted, steps=steps, name=source.row_id(line)))
-    return acceptances_of(counts, source, "responses")
+
+    def counts(line: int, fields: dict[str, Any]) -> StepCounts | None:
+        tokens, drafted, accepted = (
+            count(source, line, fields, key) for key in ("predicted_n", "draft_n", "draft_n_accepted")
+        )
+        drafts = count(source, line, fields, "draft_rounds") if fields.get("draft_rounds") is not None else None
+        steps = max(steps_of(tokens, accepted), drafts or 0.0)
+        if accepted > drafted or (drafted and steps < 1):
+            raise source.error(line, f"{accepted:g} accepted of {drafted:g} drafted tokens in {tokens:g} tokens")
+        name = source.row_id(line)
+        return StepCounts(drafts, accepted, drafted=drafted, steps=steps, name=name) if drafted else None
+
+    return acceptances_of(source.read(source.responses("draft_n_accepted"), counts), source, "responses")
 
 
 def _prompts(source: Source) -> list[Acceptance]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ..acceptance import Acceptance
 from ..counter_definitions import DEFINITIONS, PREFILL_TOKENS
@@ -45,13 +46,15 @@ class ResponseStatistics(AcceptanceFormat):
     keys: ClassVar[tuple[str, ...]] = ("num_spec_steps",)
 
     def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
-        acceptances, counts = per_response(source, self.keys), []
-        for line, fields in source.responses("total_draft_tokens"):
-            of_aiperf = isinstance(fields["total_draft_tokens"], dict)
-            if "num_spec_steps" not in fields and not of_aiperf:  # of older versions of TensorRT-LLM
-                with source.skipping():
-                    drafted, accepted = (count(source, line, fields, key) for key in _UNCOUNTED)
-                    counts.append(full_drafts(source, line, accepted, drafted, source.row_id(line)))
+        def of_older(line: int, fields: dict[str, Any]) -> StepCounts | None:
+            """Counts of older versions of TensorRT-LLM; AIPerf has objects under the key."""
+            if "num_spec_steps" in fields or isinstance(fields["total_draft_tokens"], dict):
+                return None
+            drafted, accepted = (count(source, line, fields, key) for key in _UNCOUNTED)
+            return full_drafts(source, line, accepted, drafted, source.row_id(line))
+
+        acceptances = per_response(source, self.keys)
+        counts = source.read(source.responses("total_draft_tokens"), of_older)
         return [*acceptances, *acceptances_of(counts, source, "responses")]
 
 
@@ -63,23 +66,23 @@ class TensorRtLlmResponses(AcceptanceFormat):
     definition = "iterations after the prefill, with and without a draft"
 
     def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
-        counts: list[StepCounts] = []
         if '"total_draft_tokens"' in source.text:  # its own counts are read
             return []
-        for line, fields in source.responses(_TOKENS_PER_ITERATION):
-            with source.skipping():
-                row = source.row(line)
-                choices, usage = row.get("choices"), row.get("usage")
-                if fields[_TOKENS_PER_ITERATION] is None or not isinstance(usage, dict):
-                    continue
-                if not isinstance(choices, list) or len(choices) != 1:
-                    raise source.error(line, "the tokens of several choices are counted together; request one")
-                mean = source.number(str(fields[_TOKENS_PER_ITERATION]), line, _TOKENS_PER_ITERATION)
-                tokens = count(source, line, usage, "completion_tokens")
-                iterations = round(tokens / mean) if mean >= 1 else 0
-                if iterations > PREFILL_TOKENS:
-                    steps = iterations - PREFILL_TOKENS
-                    counts.append(StepCounts(None, tokens - iterations, name=source.row_id(line), steps=steps))
+
+        def of_response(line: int, fields: dict[str, Any]) -> StepCounts | None:
+            row = source.row(line)
+            choices, usage = row.get("choices"), row.get("usage")
+            if fields[_TOKENS_PER_ITERATION] is None or not isinstance(usage, dict):
+                return None
+            if not isinstance(choices, list) or len(choices) != 1:
+                raise source.error(line, "the tokens of several choices are counted together; request one")
+            mean = source.number(str(fields[_TOKENS_PER_ITERATION]), line, _TOKENS_PER_ITERATION)
+            tokens = count(source, line, usage, "completion_tokens")
+            steps = (round(tokens / mean) if mean >= 1 else 0) - PREFILL_TOKENS
+            accepted = tokens - steps - PREFILL_TOKENS
+            return StepCounts(None, accepted, name=source.row_id(line), steps=steps) if steps > 0 else None
+
+        counts = source.read(source.responses(_TOKENS_PER_ITERATION), of_response)
         if counts and not any(item.accepted for item in counts):
             source.skip(source.count, "every iteration emitted one token: nothing was accepted, or nothing drafted")
             return []
@@ -146,18 +149,14 @@ class IterationStats(AcceptanceFormat):
     counters = DEFINITIONS["tensorrt-llm"]
 
     def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
-        counts = []
-        for steps_key, drafted_key, accepted_key in _ITERATION:
-            for line, fields in source.objects(steps_key):
-                with source.skipping():
-                    steps, drafted, accepted = (
-                        count(source, line, fields, key) for key in (steps_key, drafted_key, accepted_key)
-                    )
-                    if accepted > drafted:
-                        raise source.error(line, f"{accepted:g} accepted of {drafted:g} drafted tokens")
-                    if steps:
-                        counts.append(StepCounts(steps, accepted, drafted=drafted))
-        return acceptances_of(counts, source, "iterations")
+        def counts(line: int, fields: dict[str, Any], keys: Sequence[str]) -> StepCounts | None:
+            steps, drafted, accepted = (count(source, line, fields, key) for key in keys)
+            if accepted > drafted:
+                raise source.error(line, f"{accepted:g} accepted of {drafted:g} drafted tokens")
+            return StepCounts(steps, accepted, drafted=drafted) if steps else None
+
+        objects = ((*item, keys) for keys in _ITERATION for item in source.objects(keys[0]))
+        return acceptances_of(source.read(objects, counts), source, "iterations")
 
 
 _DRAFTED, _ACCEPTED, _STEPS, _DRAFTED_AT, _ACCEPTED_AT = (
