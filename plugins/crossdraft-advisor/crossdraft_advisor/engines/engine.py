@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -176,15 +176,10 @@ def match_remarks(acceptance: Acceptance, engine: str, *, shortest: bool = False
     return tuple(remarks)
 
 
-def shell(arguments: Sequence[str]) -> str:
-    """A quoted command line with one flag per line."""
-    lines: list[str] = []
-    for word in arguments:
-        if word.startswith("--") or not lines:
-            lines.append(shlex.quote(word))
-        else:
-            lines[-1] += f" {shlex.quote(word)}"
-    return " \\\n".join(lines)
+def shell(flags: Mapping[str, Any]) -> str:
+    """A quoted command line with one flag per line; those whose value is False or an empty text are left out."""
+    given = [(flag, *([] if value is True else [str(value)])) for flag, value in flags.items() if value]
+    return " \\\n".join(map(shlex.join, given))
 
 
 def only_point_masses(acceptance: Acceptance, engine: str) -> str | None:

@@ -70,33 +70,33 @@ class LlamaCpp(Engine):
 
     def export(self, schedule: Schedule) -> Settings:
         if not schedule.gamma:
-            return Settings(shell(["--spec-type", "none"]))
+            return Settings(shell({"--spec-type": "none"}))
         acceptance = schedule.acceptance
         method = self.method_of(acceptance)
         sizes = ngram_sizes(acceptance)
         if acceptance.drafter == "ngram-simple":
             sizes = dict.fromkeys(sizes, int(acceptance.options.get("n", 3)))
-        arguments = ["--spec-type", method]
-        if method == "ngram-simple":
+        looks_up, remarks = method == "ngram-simple", list(schedule.remarks())
+        has_model = not looks_up and (acceptance.model or method != "draft-mtp")
+        flags = {
+            "--spec-type": method,
             # Its draft length is the size of the m-gram; the lookup n-gram has a fixed size.
-            arguments += ["--spec-ngram-simple-size-n", str(sizes["max"])]
-            arguments += ["--spec-ngram-simple-size-m", str(schedule.gamma)]
-        elif acceptance.model or method != "draft-mtp":
-            arguments += ["--model-draft", self.model_of(acceptance)]
-        arguments += ["--spec-draft-n-max", str(schedule.gamma)]
-        if method != "ngram-simple":
-            arguments += ["--spec-draft-p-min", "0"]  # full-length drafts, as measured
-        remarks = list(schedule.remarks())
-        if method == "ngram-simple" and sizes["min"] != sizes["max"]:
+            "--spec-ngram-simple-size-n": looks_up and sizes["max"],
+            "--spec-ngram-simple-size-m": looks_up and schedule.gamma,
+            "--model-draft": has_model and self.model_of(acceptance),
+            "--spec-draft-n-max": schedule.gamma,
+            "--spec-draft-p-min": not looks_up and "0",  # full-length drafts, as measured
+        }
+        if looks_up and sizes["min"] != sizes["max"]:
             remarks.append(
                 f"it looks up suffixes of {sizes['max']} tokens only, not of {sizes['min']} to {sizes['max']}"
             )
-        if method == "ngram-simple" and schedule.gamma < sizes["max"]:
+        if looks_up and schedule.gamma < sizes["max"]:
             remarks.append(
                 f"it drops drafts that are shorter than the looked-up suffix: with {schedule.gamma} tokens after "
                 f"{sizes['max']} it never drafts; use max_ngram: {schedule.gamma} or less"
             )
-        return Settings(shell(arguments), tuple(remarks))
+        return Settings(shell(flags), tuple(remarks))
 
 
 class LlamaCppFormat(AcceptanceFormat):

@@ -150,7 +150,7 @@ class Aiconfigurator(Engine):
         acceptance = schedule.acceptance
         # Accepted draft tokens: without the bonus token.
         accepted = f"{sum(acceptance.marginal):.3f}"
-        text = shell(["--nextn", str(schedule.gamma), "--nextn-accepted", accepted])
+        text = shell({"--nextn": schedule.gamma, "--nextn-accepted": accepted})
         remarks = [
             "it divides the time of a step by the mean; the spread of accepted tokens does not count: dynamo-mocker "
             "simulates that",
@@ -173,7 +173,7 @@ class DynamoMocker(Aiconfigurator):
         gamma = min(schedule.gamma, _MOST_DRAFTED)
         acceptance = schedule.acceptance.cut(gamma)
         rates = ",".join(f"{rate:.4f}" for rate in acceptance.conditional)
-        text = shell(["--aic-nextn", str(gamma), "--aic-nextn-accept-rates", rates])
+        text = shell({"--aic-nextn": gamma, "--aic-nextn-accept-rates": rates})
         shorter = f"it simulates drafts of at most {_MOST_DRAFTED} tokens; the advice is {schedule.gamma}"
         remarks = (
             *((shorter,) if gamma < schedule.gamma else ()),
@@ -197,8 +197,10 @@ class AtomSynthetic(Engine):
             return Settings("", ("start the server without --method",))
         acceptance = schedule.acceptance
         method = self.method_of(acceptance)
-        arguments = ["--method", method, "--num-speculative-tokens", str(schedule.gamma)]
-        if acceptance.model or method == "eagle3":
-            arguments += ["--draft-model", self.model_of(acceptance)]
-        arguments += ["--spec-decode-acceptance-length", f"{1 + sum(acceptance.marginal):.2f}"]
-        return Settings(shell(arguments), (*synthetic_remarks(acceptance), *schedule.remarks()))
+        flags = {
+            "--method": method,
+            "--num-speculative-tokens": schedule.gamma,
+            "--draft-model": (acceptance.model or method == "eagle3") and self.model_of(acceptance),
+            "--spec-decode-acceptance-length": f"{1 + sum(acceptance.marginal):.2f}",
+        }
+        return Settings(shell(flags), (*synthetic_remarks(acceptance), *schedule.remarks()))

@@ -88,19 +88,18 @@ class Sglang(Engine):
             return Settings("", ("start the server without --speculative-algorithm",))
         acceptance = schedule.acceptance
         method = self.method_of(acceptance)
-        arguments = ["--speculative-algorithm", method]
-        if acceptance.model or method not in ("NGRAM", "NEXTN"):
-            arguments += ["--speculative-draft-model-path", self.model_of(acceptance)]
-        if method == "NGRAM":  # a chain has breadth 1
-            arguments += ["--speculative-ngram-max-bfs-breadth", "1"]
-        elif method not in _BLOCKS:
-            arguments += ["--speculative-num-steps", str(schedule.gamma), "--speculative-eagle-topk", "1"]
-        arguments += ["--speculative-num-draft-tokens", str(schedule.gamma + 1)]  # with the last committed token
-        if schedule.sampled:
-            arguments += ["--speculative-use-rejection-sampling"]
-        if acceptance.block:
-            arguments += ["--speculative-use-block-verification"]
-        text, remarks = shell(arguments), list(schedule.remarks())
+        has_model, steps = acceptance.model or method not in ("NGRAM", "NEXTN"), method not in ("NGRAM", *_BLOCKS)
+        flags = {
+            "--speculative-algorithm": method,
+            "--speculative-draft-model-path": has_model and self.model_of(acceptance),
+            "--speculative-ngram-max-bfs-breadth": method == "NGRAM" and 1,  # of a chain
+            "--speculative-num-steps": steps and schedule.gamma,
+            "--speculative-eagle-topk": steps and 1,
+            "--speculative-num-draft-tokens": schedule.gamma + 1,  # with the last committed token
+            "--speculative-use-rejection-sampling": schedule.sampled,
+            "--speculative-use-block-verification": acceptance.block,
+        }
+        text, remarks = shell(flags), list(schedule.remarks())
         if acceptance.block:
             remarks.append("block verification needs CUDA or ROCm; older releases do not have it")
         if method == "NGRAM" and acceptance.options:
@@ -109,8 +108,8 @@ class Sglang(Engine):
             )
         if len(schedule.ranges) > 1:
             adaptive = json.dumps({str(r.low): {"candidate_steps": [r.gamma]} for r in schedule.ranges})
-            flags = shell(["--speculative-adaptive", "--speculative-adaptive-config", "adaptive.json"])
-            text = f"{text} \\\n{flags}\n\n# adaptive.json\n{adaptive}"
+            text = shell({**flags, "--speculative-adaptive": True, "--speculative-adaptive-config": "adaptive.json"})
+            text += f"\n\n# adaptive.json\n{adaptive}"
             if any(r.gamma == 0 for r in schedule.ranges):
                 remarks.append("candidate_steps [0] switches drafting off; older releases reject it")
         return Settings(text, tuple(remarks))

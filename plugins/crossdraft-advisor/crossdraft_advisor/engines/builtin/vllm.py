@@ -101,29 +101,22 @@ class Vllm(Engine):
                 "instead, without a warning; --export vllm-cpu predicts that"
             )
         remarks += match_remarks(schedule.acceptance, "vLLM")
-        return Settings(shell(["--speculative-config", json.dumps(config)]), tuple(remarks))
+        return Settings(shell({"--speculative-config": json.dumps(config)}), tuple(remarks))
 
     def _config(self, schedule: Schedule) -> dict[str, Any]:
         acceptance = schedule.acceptance
         method = self.method_of(acceptance)
-        config: dict[str, Any] = {"method": method}
-        if method not in ("ngram", "mtp"):
-            config["model"] = self.model_of(acceptance)
-        elif method == "mtp" and acceptance.model:
-            config["model"] = acceptance.model
-        config["num_speculative_tokens"] = schedule.gamma
-        if len(schedule.ranges) > 1:
-            lengths = [[r.low, r.high, r.gamma] for r in schedule.ranges]
-            config["num_speculative_tokens_per_batch_size"] = lengths
-        if method == "ngram":
-            config |= {f"prompt_lookup_{end}": n for end, n in ngram_sizes(acceptance).items()}
-        if schedule.greedy:
-            return config
-        if acceptance.block:
-            config["rejection_sample_method"] = "block"
-        if schedule.sampled:
-            config["draft_sample_method"] = "probabilistic"
-        return config
+        lengths = [[r.low, r.high, r.gamma] for r in schedule.ranges]
+        config = {
+            "method": method,
+            "model": acceptance.model * (method == "mtp") if method in ("ngram", "mtp") else self.model_of(acceptance),
+            "num_speculative_tokens": schedule.gamma,
+            "num_speculative_tokens_per_batch_size": len(lengths) > 1 and lengths,
+            **({f"prompt_lookup_{end}": n for end, n in ngram_sizes(acceptance).items()} if method == "ngram" else {}),
+            "rejection_sample_method": acceptance.block and "block",
+            "draft_sample_method": schedule.sampled and "probabilistic",
+        }
+        return {key: value for key, value in config.items() if value}
 
 
 class VllmCpu(Vllm):
@@ -163,7 +156,7 @@ class VllmSynthetic(Vllm):
             "accepts one of two numbers of tokens",
             "on CPUs, vLLM stops with an AssertionError at synthetic acceptance; use a GPU",
         )
-        return Settings(shell(["--speculative-config", json.dumps(config)]), remarks)
+        return Settings(shell({"--speculative-config": json.dumps(config)}), remarks)
 
 
 class VllmFormat(AcceptanceFormat):
