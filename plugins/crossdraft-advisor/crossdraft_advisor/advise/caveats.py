@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partialmethod
 
 from crossdraft.runs import CellResult, CostCurve, estimate_text
 
@@ -33,6 +34,14 @@ class Remarks:
     settings: list[str] = field(default_factory=list)
     first: list[str] = field(default_factory=list)
 
+    def add(self, kind: str, *remarks: str) -> None:
+        """Add the remarks of a kind that are not there."""
+        getattr(self, kind).extend(remark for remark in dict.fromkeys(remarks) if remark not in getattr(self, kind))
+
+    assume = partialmethod(add, "assumed")
+    measure = partialmethod(add, "measured")
+    warn = partialmethod(add, "warnings")
+
     def lines(self) -> list[str]:
         """One line per remark but the first, prefixed with its kind."""
         kinds = {"read": self.read, "measured": self.measured, "computed": self.computed, "assumed": self.assumed}
@@ -42,15 +51,6 @@ class Remarks:
     def first_lines(self) -> list[str]:
         """The warnings that stand before everything else."""
         return [f"warning: {remark}" for remark in self.first]
-
-    def assume(self, remark: str) -> None:
-        _add(self.assumed, remark)
-
-    def measure(self, remark: str) -> None:
-        _add(self.measured, remark)
-
-    def warn(self, remark: str) -> None:
-        _add(self.warnings, remark)
 
     # -- costs -------------------------------------------------------------------------------------------------
 
@@ -76,8 +76,8 @@ class Remarks:
     def of_roofline(self, target: Roofline) -> None:
         memory, compute = target.efficiency
         device = f"{target.devices} x {target.accelerator.name}"
-        _add(
-            self.computed,
+        self.add(
+            "computed",
             f"passes of {target.shape.name} by the roofline of {device}, {100 * memory:.0f} % of its bandwidth and "
             f"{100 * compute:.0f} % of its FLOP rate; engines are less efficient beyond B = 8 (docs/cost.md)",
         )
@@ -90,16 +90,14 @@ class Remarks:
 
     def of_curve(self, curve: CostCurve) -> None:
         device = ", ".join(f"{key} {value}" for key, value in curve.device.items())
-        _add(self.measured, f"passes of {curve.model}, {curve.dtype}, {device}, {curve.measured}")
+        self.measure(f"passes of {curve.model}, {curve.dtype}, {device}, {curve.measured}")
 
     # -- acceptance --------------------------------------------------------------------------------------------
 
     def of_source(self, source: Source, acceptances: Sequence[Acceptance], speeds: Sequence[str]) -> None:
         """Add what was read and skipped, and warn about unrealistic traffic recorded in a log."""
-        for note in speeds:
-            _add(self.measured, note)
-        for acceptance in acceptances:
-            _add(self.read, f"{acceptance.source}, as {acceptance.format}")
+        self.measure(*speeds)
+        self.add("read", *(f"{acceptance.source}, as {acceptance.format}" for acceptance in acceptances))
         if source.skipped:
             self.warn(f"{len(source.skipped)} records are skipped; the first is {source.skipped[0]}")
         if _RANDOM.search(source.text):
@@ -109,11 +107,10 @@ class Remarks:
 
     def of_run(self, results: Sequence[CellResult], name: str, notes: Sequence[str], *, own_seconds: bool) -> None:
         """Add remarks on a run; ``own_seconds``: the measured times of verification and bookkeeping are used."""
-        for note in notes:
-            self.warn(note)
+        self.warn(*notes)
         if own_seconds:
-            _add(self.measured, f"{name}: verification, bookkeeping and drafting without a model, on its machine")
-            _add(self.computed, f"{name}: steps, from the cost curves of its machine")
+            self.measure(f"{name}: verification, bookkeeping and drafting without a model, on its machine")
+            self.add("computed", f"{name}: steps, from the cost curves of its machine")
         responses = [response for result in results for response in result.responses]
         if responses and all(response.get("finish_reason") == "length" for response in responses):
             self.warn(f"{name}: all responses are truncated; acceptance may differ with a greater max_new_tokens")
@@ -138,8 +135,8 @@ class Remarks:
         pair = " × ".join(filter(None, (acceptance.drafter, acceptance.verifier)))
         of_pair = f" of {pair}" if pair else ""
         measured = acceptance.longer or acceptance
-        _add(
-            self.measured if acceptance.longer is None else self.computed,
+        self.add(
+            "measured" if acceptance.longer is None else "computed",
             f"acceptance{of_pair} ({acceptance.source}): {estimate_text(measured.block_efficiency())} tokens a step; "
             f"{acceptance.interval_assumes}",
         )
@@ -158,8 +155,8 @@ class Remarks:
             else:
                 self.warn(f"{acceptance.source}: {remark}")
         if not measured.every_step:
-            _add(
-                self.first,
+            self.add(
+                "first",
                 f"{measured.source} does not count steps without a draft: if the drafter looks its drafts up, a step "
                 f"emits fewer than {measured.block_efficiency().value:.2f} tokens; name the drafter as --drafter, or "
                 "give counters that have the generated tokens and finished requests, too",
@@ -185,7 +182,7 @@ class Remarks:
         acceptance = candidate.acceptance
         if acceptance.point_mass is None and acceptance.temperature != 0 and choice.schedule.gamma:
             unknown = f"{acceptance.source} does not record whether drafts were sampled or greedy"
-            _add(self.settings, f"{unknown}; {engine.name} uses its default")
+            self.add("settings", f"{unknown}; {engine.name} uses its default")
         for b, step in best.items():
             actual, possible = choice.schedule.speed_ups[b], max(step.best.speed_up.value, 1.0)
             if actual.value >= possible * (1 - 1e-9):
@@ -199,14 +196,7 @@ class Remarks:
             else:
                 faster = pair if possible > 1 else "plain decoding"
                 reason = f"{faster} would be faster, but {engine.name} has one draft length"
-            _add(self.settings, f"B = {b}: {actual.value:.2f} instead of {possible:.2f}: {reason}")
+            self.add("settings", f"B = {b}: {actual.value:.2f} instead of {possible:.2f}: {reason}")
 
     def of_settings(self, engine: Engine, settings: Settings) -> None:
-        _add(self.settings, f"option names of {engine.read_from}")
-        for remark in settings.remarks:
-            _add(self.settings, remark)
-
-
-def _add(remarks: list[str], remark: str) -> None:
-    if remark not in remarks:
-        remarks.append(remark)
+        self.add("settings", f"option names of {engine.read_from}", *settings.remarks)

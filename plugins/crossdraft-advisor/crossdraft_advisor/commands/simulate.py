@@ -235,7 +235,7 @@ def _cost(args: Simulate, draft_model: str, remarks: Remarks) -> StepCost:
 
 
 def _remark(args: Simulate, pool: Pool, remarks: Remarks) -> None:
-    remarks.measured.append(f"acceptance at every token of {counted(len(pool.responses), 'response')}, by replay")
+    remarks.measure(f"acceptance at every token of {counted(len(pool.responses), 'response')}, by replay")
     remarks.assume("requests draw recorded responses with replacement; intervals are over simulations of these")
     if args.trace:
         remarks.assume("lengths are those of the trace; a longer output repeats the acceptance of its response")
