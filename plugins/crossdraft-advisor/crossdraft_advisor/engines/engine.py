@@ -178,8 +178,8 @@ def match_remarks(acceptance: Acceptance, engine: str, *, shortest: bool = False
 
 def shell(flags: Mapping[str, Any]) -> str:
     """A quoted command line with one flag per line; those whose value is False or an empty text are left out."""
-    given = [(flag, *([] if value is True else [str(value)])) for flag, value in flags.items() if value]
-    return " \\\n".join(map(shlex.join, given))
+    lines = [(flag, *([] if value is True else [str(value)])) for flag, value in flags.items() if value]
+    return " \\\n".join(map(shlex.join, lines))
 
 
 def only_point_masses(acceptance: Acceptance, engine: str) -> str | None:

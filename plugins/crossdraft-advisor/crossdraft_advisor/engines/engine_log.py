@@ -99,7 +99,7 @@ class Source:
             self.skipped.append(str(error))
 
     def read(self, items: Iterable[tuple[Any, ...]], parse: Callable[..., _T | None]) -> list[_T]:
-        """What ``parse`` returns for each item but None; items for which it raises UsageError are skipped."""
+        """Results of ``parse`` but None, one per item; items for which it raises UsageError are skipped."""
         results = []
         for item in items:
             with self.skipping():

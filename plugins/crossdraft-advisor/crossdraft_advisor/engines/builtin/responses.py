@@ -46,7 +46,7 @@ class ResponseStatistics(AcceptanceFormat):
     keys: ClassVar[tuple[str, ...]] = ("num_spec_steps",)
 
     def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
-        def of_older(line: int, fields: dict[str, Any]) -> StepCounts | None:
+        def older_counts(line: int, fields: dict[str, Any]) -> StepCounts | None:
             """Counts of older versions of TensorRT-LLM; AIPerf has objects under the key."""
             if "num_spec_steps" in fields or isinstance(fields["total_draft_tokens"], dict):
                 return None
@@ -54,7 +54,7 @@ class ResponseStatistics(AcceptanceFormat):
             return full_drafts(source, line, accepted, drafted, source.row_id(line))
 
         acceptances = per_response(source, self.keys)
-        counts = source.read(source.responses("total_draft_tokens"), of_older)
+        counts = source.read(source.responses("total_draft_tokens"), older_counts)
         return [*acceptances, *acceptances_of(counts, source, "responses")]
 
 
@@ -69,7 +69,7 @@ class TensorRtLlmResponses(AcceptanceFormat):
         if '"total_draft_tokens"' in source.text:  # its own counts are read
             return []
 
-        def of_response(line: int, fields: dict[str, Any]) -> StepCounts | None:
+        def counted(line: int, fields: dict[str, Any]) -> StepCounts | None:
             row = source.row(line)
             choices, usage = row.get("choices"), row.get("usage")
             if fields[_TOKENS_PER_ITERATION] is None or not isinstance(usage, dict):
@@ -82,7 +82,7 @@ class TensorRtLlmResponses(AcceptanceFormat):
             accepted = tokens - steps - PREFILL_TOKENS
             return StepCounts(None, accepted, name=source.row_id(line), steps=steps) if steps > 0 else None
 
-        counts = source.read(source.responses(_TOKENS_PER_ITERATION), of_response)
+        counts = source.read(source.responses(_TOKENS_PER_ITERATION), counted)
         if counts and not any(item.accepted for item in counts):
             source.skip(source.count, "every iteration emitted one token: nothing was accepted, or nothing drafted")
             return []
