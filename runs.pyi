@@ -29,7 +29,6 @@ from .framework.runs.labels import verifier_title as verifier_title
 from .framework.runs.marks import Mark as Mark
 from .framework.runs.marks import mark_of as mark_of
 from .framework.runs.records import CellResult as CellResult
-from .framework.runs.records import Outcome as Outcome
 from .framework.runs.run_directory import PieceResult as PieceResult
 from .framework.runs.run_directory import RunDirectory as RunDirectory
 from .framework.runs.threads import environment_of_others as environment_of_others

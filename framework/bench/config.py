@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..cost.summary import Summary
 from ..errors import UsageError
 from ..models.distributed import SPLIT
 from ..recipe.recipe import Recipe
-from ..runs.records import Outcome
 from ..runs.shards import Shard
 
 
@@ -64,7 +64,7 @@ class RunConfig:
     shard: Shard | None = None
     untimed: bool = False
     log: Callable[[str], None] | None = log_to_stderr
-    table: Callable[[Outcome], object] | None = None
+    table: Callable[[Summary], object] | None = None
     progress: bool = False
     debug: bool = False
     clock: Callable[[], float] = time.monotonic

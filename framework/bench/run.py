@@ -19,11 +19,12 @@ from typing import Any
 from tqdm import tqdm
 
 from .. import plugins
+from ..cost.summary import Summary
 from ..errors import CrossdraftError, UsageError, printable
 from ..recipe.recipe import Recipe
 from ..runs.interrupts import user_interrupted
 from ..runs.labels import counted
-from ..runs.records import CellResult, Outcome
+from ..runs.records import CellResult
 from ..runs.state import Reporter
 from ..util.input_files import BROKEN, describe_forbidden_char
 from ..util.output_files import check_writable
@@ -38,7 +39,7 @@ from .progress import Progress
 from .store import Store, unwritable, write_head, writing
 
 
-def run(recipe: Recipe, out: Path | str = "runs", **options: Any) -> Outcome:
+def run(recipe: Recipe, out: Path | str = "runs", **options: Any) -> Summary:
     """Run every cell of a recipe and write the records to ``out/<recipe>-<hash>/``.
 
     A group is reused if all its cells are on disk, in this directory or that of another run of a recipe of the same
@@ -49,7 +50,7 @@ def run(recipe: Recipe, out: Path | str = "runs", **options: Any) -> Outcome:
 
     Raises:
         UsageError: the recipe, its prompts, an option or something it names is invalid; raised before anything is
-            measured. Cells that fail while they are measured do not raise, see `Outcome.failed`.
+            measured. Cells that fail while they are measured do not raise, see `Summary.failed`.
         CrossdraftError: a launcher measured no group; contains the errors of its processes.
     """
     with opened(make_plan(RunConfig(recipe, Path(out), **options))) as started:
@@ -67,7 +68,7 @@ def opened(plan: Plan) -> Iterator[LocalRun]:
     """
     config = plan.config
     _check_out(config.out)
-    prompts, outcome = counted(len(plan.prompts), "prompt"), Outcome(config.recipe, plan.directory.path)
+    prompts, outcome = counted(len(plan.prompts), "prompt"), Summary(config.recipe, plan.directory.path)
     outcome.skipped, limit = plan.expansion.skipped, StepLimit(config.step_limit)
     outcome.notes = [
         f"batch size {b} with only {prompts}: some slots stay empty; tok/s are those of a smaller batch"
@@ -120,7 +121,7 @@ class LocalRun:
 
     state: Reporter
 
-    def __init__(self, plan: Plan, outcome: Outcome, limit: StepLimit):
+    def __init__(self, plan: Plan, outcome: Summary, limit: StepLimit):
         self.plan, self.outcome, self.limit = plan, outcome, limit
 
     def measure(self) -> None:

@@ -7,10 +7,11 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from .. import plugins
+from ..cost.summary import Summary
 from ..errors import UsageError
 from ..runs.readme import FILE as README
 from ..runs.readme import readme
-from ..runs.records import CellResult, Outcome
+from ..runs.records import CellResult
 from ..runs.shards import FILE
 from ..runs.state import Reporter
 from .plan import Plan
@@ -18,7 +19,7 @@ from .provenance import distinct
 
 
 @contextmanager
-def writing(outcome: Outcome) -> Iterator[None]:
+def writing(outcome: Summary) -> Iterator[None]:
     """Turn a write error into the reason why the run stopped, or into a UsageError before the first result."""
     try:
         yield
@@ -28,11 +29,11 @@ def writing(outcome: Outcome) -> Iterator[None]:
         outcome.stopped = unwritable(outcome, error)
 
 
-def unwritable(outcome: Outcome, error: OSError) -> str:
+def unwritable(outcome: Summary, error: OSError) -> str:
     return f"cannot write to {outcome.directory}: {error.strerror or error}"
 
 
-def write_head(plan: Plan, outcome: Outcome) -> None:
+def write_head(plan: Plan, outcome: Summary) -> None:
     """Write the files that exist from the start of a run."""
     recipe, path = plan.config.recipe, plan.directory.path
     plan.directory.write_json("recipe.json", recipe.model_dump(mode="json"))
@@ -42,12 +43,12 @@ def write_head(plan: Plan, outcome: Outcome) -> None:
 
 
 class Store:
-    """Writer of the results of a run, to its directory, `Outcome` and ``state.json``.
+    """Writer of the results of a run, to its directory, `Summary` and ``state.json``.
 
     The directory must be locked. Reused results are stored at once, with the labels of this run.
     """
 
-    def __init__(self, plan: Plan, outcome: Outcome, state: Reporter):
+    def __init__(self, plan: Plan, outcome: Summary, state: Reporter):
         self._plan, self._outcome, self._state = plan, outcome, state
         self._finished: list[str] = []  # keys of groups
         self._counts = {"finished": 0, "failed": 0}
@@ -120,7 +121,7 @@ def _notes_on(results: Sequence[CellResult]) -> list[str]:
     return notes
 
 
-def _write_shard(plan: Plan, outcome: Outcome, finished: Sequence[str]) -> None:
+def _write_shard(plan: Plan, outcome: Summary, finished: Sequence[str]) -> None:
     """Write the shard's file: all cells of the run, and finished groups and failed cells of the shard."""
     if (shard := plan.config.shard) is not None:
         head = {"shard": str(shard), "cells": [cell.hash for cell in plan.expansion.cells]}

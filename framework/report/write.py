@@ -6,19 +6,18 @@ from ..cost.curve import stored_curves
 from ..cost.finished_cells import used_curves
 from ..cost.summary import Summary
 from ..plugins import notify
-from ..runs.records import Outcome
 from ..runs.run_directory import RunDirectory
 from .csv_rows import summary_csv
 from .tables import summary_markdown
 
 
-def write_summary(outcome: Outcome) -> Summary:
+def write_summary(summary: Summary) -> Summary:
     """Write ``summary.csv``, ``summary.md`` and files of plug-ins, with predictions from this machine's cost curves.
 
-    If the files cannot be written, `Outcome.stopped` is set and the summary is returned.
+    If the files cannot be written, `Summary.stopped` is set.
     """
-    directory = RunDirectory(outcome.directory)
-    summary = Summary.of(outcome, used_curves(outcome.results, stored_curves()))
+    directory = RunDirectory(summary.directory)
+    summary.curves = used_curves(summary.results, stored_curves())
     try:
         # Stored with the run, so that later reports use the same curves on any machine.
         directory.write_json("cost_curves.json", {"curves": [curve.to_json() for curve in summary.curves]})

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ..metrics.cell_metrics import Metrics, StepRecord
 from ..metrics.component_times import CellPieces
 from ..metrics.pieces import Piece
-from ..recipe.recipe import CellConfig, Recipe, Strategy
+from ..recipe.recipe import CellConfig, Strategy
 
 
 @dataclass
@@ -70,38 +69,3 @@ def cells_of(results: Iterable[CellResult]) -> list[CellPieces]:
         return json.dumps([strategy.name, strategy.config], sort_keys=True, default=str)
 
     return [CellPieces(identity(r.config.drafter), identity(r.config.verifier), r.pieces) for r in results]
-
-
-@dataclass
-class Outcome:
-    """Outcome of a run.
-
-    Attributes:
-        results: results of all cells, finished or failed, in the order of the recipe; partial results for a group that
-            was interrupted.
-        skipped: reasons why pairs of the cross product were left out.
-        notes: notes for readers of the results.
-        stopped: reason why the run could not continue, or empty.
-    """
-
-    recipe: Recipe
-    directory: Path
-    results: list[CellResult] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    interrupted: bool = False
-    stopped: str = ""
-
-    @property
-    def failed(self) -> list[CellResult]:
-        return [result for result in self.results if result.error is not None]
-
-    @property
-    def state(self) -> Literal["interrupted", "stopped", "finished"]:
-        """State at the end of the run."""
-        return "interrupted" if self.interrupted else "stopped" if self.stopped else "finished"
-
-    @property
-    def exit_code(self) -> int:
-        """130 if the run was interrupted, 1 if a cell failed or the run was stopped, else 0."""
-        return 130 if self.interrupted else int(bool(self.failed or self.stopped))

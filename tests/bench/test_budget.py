@@ -24,7 +24,6 @@ from crossdraft.framework.recipe.durations import seconds_of
 from crossdraft.framework.recipe.prompts import Prompt
 from crossdraft.framework.report.markdown import page
 from crossdraft.framework.report.tables import brief
-from crossdraft.framework.runs.records import Outcome
 from crossdraft.framework.runs.state import state_of
 
 SETTINGS = [*ONE_GROUP[:-1], "verifiers=[token]", "drafters=[prompt-lookup]"]
@@ -50,14 +49,14 @@ class Clock:
         return self.now
 
 
-def run_with_tables(recipe: Any, out: Path, show: Callable[[Outcome], Any], **options: Any) -> tuple[Outcome, list]:
-    """Outcome of a run, and what ``show`` returns for the results whenever a table is due."""
+def run_with_tables(recipe: Any, out: Path, show: Callable[[Summary], Any], **options: Any) -> tuple[Summary, list]:
+    """Summary of a run, and what ``show`` returns for the results whenever a table is due."""
     shown: list[Any] = []
     outcome = run(recipe, out, table=lambda outcome: shown.append(show(outcome)), **options)
     return outcome, shown
 
 
-def prompts_of(outcome: Outcome) -> list[list[str]]:
+def prompts_of(outcome: Summary) -> list[list[str]]:
     """Prompts of each cell, in order."""
     return [[r["question_id"] for r in result.responses if not r["turn"]] for result in outcome.results]
 
@@ -71,8 +70,8 @@ def test_as_many_blocks_as_fit(recipe: str, tmp_path: Path, monkeypatch: Any) ->
     clock, lines = Clock(monkeypatch), list[str]()
     request = load_recipe(recipe, [*SETTINGS, "time=9s"])
 
-    def show(now: Outcome) -> tuple[list[list[str]], str]:
-        return prompts_of(now), brief(Summary.of(now, []))
+    def show(now: Summary) -> tuple[list[list[str]], str]:
+        return prompts_of(now), brief(now)
 
     outcome, tables = run_with_tables(request, tmp_path / "runs", show, log=lines.append, clock=clock)
     shown, text = [prompts for prompts, _ in tables], tables[0][1]
@@ -101,7 +100,7 @@ def test_table_of_first_group_comes_before_second_group(recipe: str, tmp_path: P
 
 
 def test_interrupt_while_a_table_is_printed(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
-    def interrupt(outcome: Outcome) -> None:
+    def interrupt(outcome: Summary) -> None:
         raise KeyboardInterrupt
 
     clock, request = Clock(monkeypatch), load_recipe(recipe, [*SETTINGS, "time=9s"])

@@ -18,7 +18,7 @@ from .tracking import tracking
 if TYPE_CHECKING:
     from ...bench.config import RunConfig
     from ...bench.plan import Plan
-    from ...runs.records import Outcome
+    from ...cost.summary import Summary
 
 _PARALLEL = "parallel runs"
 
@@ -137,11 +137,10 @@ class RunRecipe(ProgramOptions, TrustOptions, Command):
         )
 
 
-def _print_partial(outcome: Outcome) -> None:
-    from ...cost.summary import Summary
+def _print_partial(outcome: Summary) -> None:
     from ...report.tables import brief
 
-    print_error(f"\n{brief(Summary.of(outcome, []))}")
+    print_error(f"\n{brief(outcome)}")
 
 
 def _models(plan: Plan) -> Iterator[str]:

@@ -11,11 +11,11 @@ from ... import plugins
 from ...contracts.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from ...runs.records import Outcome
+    from ...cost.summary import Summary
 
 
 @contextmanager
-def tracking(names: Sequence[str]) -> Iterator[Callable[[Outcome], None]]:
+def tracking(names: Sequence[str]) -> Iterator[Callable[[Summary], None]]:
     """Register the named trackers; yield a function to call with the outcome once the run's files are written.
 
     Raises:
@@ -30,7 +30,7 @@ def tracking(names: Sequence[str]) -> Iterator[Callable[[Outcome], None]]:
     for tracker in trackers:
         manager.register(tracker)
 
-    def report_outcome(outcome: Outcome | None) -> None:
+    def report_outcome(outcome: Summary | None) -> None:
         run, recorder.run = recorder.run, {}
         fields: dict[str, Any] = {"exit_code": 1, "failed": 0, "interrupted": False, "stopped": "stopped by an error"}
         if outcome is not None:

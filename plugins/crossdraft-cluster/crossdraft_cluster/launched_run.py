@@ -24,7 +24,7 @@ from crossdraft.framework.models.placement import SPREAD
 from crossdraft.framework.runs.interrupts import user_interrupted
 from crossdraft.framework.runs.shards import FILE, Shard, merge_environments
 from crossdraft.framework.runs.state import Reporter
-from crossdraft.runs import CellResult, Outcome, RunDirectory
+from crossdraft.runs import CellResult, RunDirectory, Summary
 
 #: Seconds between two polls of the workers.
 POLL_INTERVAL = 0.2
@@ -82,7 +82,7 @@ class Launch:
 
     state: Reporter
 
-    def __init__(self, plan: Any, outcome: Outcome, limit: Any):
+    def __init__(self, plan: Any, outcome: Summary, limit: Any):
         config, recipe = plan.config, plan.config.recipe
         self.plan, self.outcome, self.limit = plan, outcome, limit
         self.directory = plan.directory

@@ -16,7 +16,7 @@ from ..limits import LEAST_DEVIATION
 from ..report import Report
 
 if TYPE_CHECKING:
-    from crossdraft.runs import Outcome
+    from crossdraft.runs import Summary
 
     from ..samples.engine_checks import CellCheck
 
@@ -78,7 +78,7 @@ class VerifyEngine(TrustOptions, ProgramOptions, JsonOptions, Command):
         outcomes = {check.outcome for check in checks} | ({"no"} if failed else set())
         return EXIT["no" if "no" in outcomes else "undecided" if "undecided" in outcomes else "yes"]
 
-    def _finished(self) -> tuple[Outcome, frozenset[str]]:
+    def _finished(self) -> tuple[Summary, frozenset[str]]:
         from crossdraft.runs import read_run
 
         if self.model_fields_set & _RUN_OPTIONS:
@@ -89,7 +89,7 @@ class VerifyEngine(TrustOptions, ProgramOptions, JsonOptions, Command):
         summary = read_run(Path(self.recipe), timed=False, running=True).summary
         return summary, self.trusted([summary.recipe.target])
 
-    def _measured(self) -> tuple[Outcome, frozenset[str]]:
+    def _measured(self) -> tuple[Summary, frozenset[str]]:
         from crossdraft import load_recipe, run
         from crossdraft.framework.runs.interrupts import saving_interrupts
 
