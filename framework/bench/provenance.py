@@ -78,6 +78,10 @@ def models_used(digests: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str,
     return {name: {**model, "settings": _settings(name, model)} for name, model in digests.items()}
 
 
+#: Changes that are described without their values.
+_WITHOUT_VALUES = {"code": "crossdraft's own code", "prompts": "the prompts"}
+
+
 def changes(old_provenance: Mapping[str, Any], new_provenance: Mapping[str, Any]) -> list[str]:
     """Describe the changes of a cell's provenance; digests of its models are computed again."""
     changed = []
@@ -90,14 +94,8 @@ def changes(old_provenance: Mapping[str, Any], new_provenance: Mapping[str, Any]
         if key in ("drafter", "verifier"):
             if old != value or not value["sha256"]:
                 changed.append(_strategy(key, old, value))
-        elif key == "code":
-            if old != value:
-                changed.append("crossdraft's own code")
-        elif key == "prompts":
-            if old != value:
-                changed.append("the prompts")
         elif key != "models" and old != value:
-            changed.append(f"{key} ({old} → {value})")
+            changed.append(_WITHOUT_VALUES.get(key, f"{key} ({old} → {value})"))
     for name, model in old_provenance.get("models", {}).items():
         try:
             unchanged = _weights(name, model) == model.get("sha256"), _settings(name, model) == model.get("settings")

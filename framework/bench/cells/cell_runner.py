@@ -50,24 +50,17 @@ class Models:
 
     def target(self, config: CellConfig) -> LoadedModel:
         """Return the target of a cell, loading it if necessary; for an engine's cell without its weights."""
-        options = {
-            "dtype": config.dtype,
-            "device": config.device,
-            "trust_remote_code": config.target in self.trusted,
-        }
-        served = config.engine is not None
-        key = (config.target, config.attn_implementation, served, *options.values())
+        options: dict[str, Any] = {"trust_remote_code": config.target in self.trusted}
+        key = (config.target, config.attn_implementation, config.engine is None, config.dtype, config.device)
         if key != self._key:
             self._loaded.clear()
             self._key = ()
-            self._loaded[config.target] = (
-                plugins.of_companion("runner of engines").load_target(
-                    config, trust_remote_code=options["trust_remote_code"]
-                )
-                if served
-                else load_model(config.target, attn_implementation=config.attn_implementation, **options)
-            )
-            self._key = key
+            if config.engine is None:
+                options |= {"dtype": config.dtype, "device": config.device}
+                target = load_model(config.target, attn_implementation=config.attn_implementation, **options)
+            else:
+                target = plugins.of_companion("runner of engines").load_target(config, **options)
+            self._loaded[config.target], self._key = target, key
         return self._loaded[config.target]
 
     def drafter(self, name: str, target: LoadedModel) -> LoadedModel:
