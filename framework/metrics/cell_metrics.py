@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import CrossdraftError
 from .component_times import TOO_FEW, CellPieces, ComponentTimes, Withheld
-from .intervals import FREEDOM, Estimate, Noise, bounded_estimate, estimate, ratio, ratio_difference
+from .intervals import FREEDOM, Estimate, Noise, bounded_estimate, double_ratio, estimate, ratio, ratio_difference
 from .pieces import PREFILL, Piece, wall_ratio
 
 #: Metrics measured by the clock, see `Metrics.timed`.
@@ -296,7 +296,7 @@ def paired_difference(records: Sequence[StepRecord], baseline: Sequence[StepReco
 def paired_ratio(records: Sequence[StepRecord], baseline: Sequence[StepRecord]) -> Estimate | None:
     """Block efficiency of `records` over that of `baseline` on the same prompts; None without common prompts."""
     sums = _paired_sums(records, baseline)
-    return estimate(lambda s: ratio(s[..., :2]) / ratio(s[..., 2:]), sums) if len(sums) else None
+    return estimate(double_ratio, sums) if len(sums) else None
 
 
 def _paired_sums(records: Sequence[StepRecord], baseline: Sequence[StepRecord]) -> np.ndarray:
@@ -396,14 +396,11 @@ def clock_ratio(pieces: Sequence[tuple[Piece, Piece]]) -> Estimate | None:
     if not len(rates) or not rates[:, :3].sum(0).all() or not rates[:, 3].sum():
         return None
 
-    def quotient(s: np.ndarray) -> np.ndarray:
-        return ratio(s[..., :2]) / ratio(s[..., 2:])
-
     steps = np.array([[sum(map(len, piece.steps.values())) for piece in pair] for pair in pieces])
     if not steps.all() or not rates.all():
-        return estimate(quotient, rates)
+        return estimate(double_ratio, rates)
     costs = np.log(rates[:, 3] / steps[:, 1] * steps[:, 0] / rates[:, 1])
     sums = np.column_stack([rates[:, 0], steps[:, 0], rates[:, 2], steps[:, 1]])
     variance = float(np.pi / 2 * costs.var(ddof=1) / len(costs)) if len(costs) > 1 else 0.0
-    value = float(quotient(sums.sum(0)) * np.exp(np.median(costs)))
-    return estimate(quotient, sums, value=value, noise=[Noise(variance, FREEDOM * len(costs))])
+    value = float(double_ratio(sums.sum(0)) * np.exp(np.median(costs)))
+    return estimate(double_ratio, sums, value=value, noise=[Noise(variance, FREEDOM * len(costs))])

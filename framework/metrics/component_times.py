@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .intervals import FREEDOM, LEAST_PIECES, Estimate, Noise, estimate
+from .intervals import FREEDOM, LEAST_PIECES, Estimate, Noise, double_ratio, estimate
 from .pieces import Piece
 
 #: Maximum share of a step that its threads may wait for a processor.
@@ -134,7 +134,7 @@ class ComponentTimes:
         ratio = self._ratio(cell, baseline, pieces)
         if isinstance(ratio, Withheld):
             return ratio
-        return estimate(_quotient, ratio.sums, value=ratio.value, noise=ratio.noise)
+        return estimate(double_ratio, ratio.sums, value=ratio.value, noise=ratio.noise)
 
     def _ratio(self, cell: int, baseline: int, pieces: Sequence[int] | None = None) -> _Ratio | Withheld:
         own_counts, base_counts = self._cells[cell], self._cells[baseline]
@@ -148,7 +148,7 @@ class ComponentTimes:
             for cell_counts in (own_counts, base_counts)
         ]
         sums = np.column_stack([*columns[0], *columns[1]])
-        value = float(_quotient(sums.sum(0)))
+        value = float(double_ratio(sums.sum(0)))
         per_step = [
             cell_counts.emitted[selected].sum() / cell_counts.steps[selected].sum()
             for cell_counts in (own_counts, base_counts)
@@ -341,7 +341,7 @@ def speed_up_ratio(
     sums = np.column_stack([a.sums, b.sums])
 
     def ratio(s: np.ndarray) -> np.ndarray:
-        return _quotient(s[..., :4]) / _quotient(s[..., 4:])
+        return double_ratio(s[..., :4]) / double_ratio(s[..., 4:])
 
     return estimate(ratio, sums, value=a.value / b.value, noise=a.noise + b.noise)
 
@@ -410,10 +410,6 @@ def _interpolation(members: Sequence[_Key], enough: np.ndarray) -> np.ndarray:
 def _seconds(times: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Sum counts times seconds; times of components that did not run may be NaN."""
     return np.where(counts > 0, counts * times, 0.0).sum(-1)
-
-
-def _quotient(s: np.ndarray) -> np.ndarray:
-    return s[..., 0] / s[..., 1] / (s[..., 2] / s[..., 3])
 
 
 # Columns of a step; keys and seconds are in the order of _PHASES.

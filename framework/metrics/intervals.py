@@ -122,6 +122,11 @@ def ratio(sums: np.ndarray) -> np.ndarray:
     return sums[..., 0] / sums[..., 1]
 
 
+def double_ratio(sums: np.ndarray) -> np.ndarray:
+    """Ratio of two such ratios, of totals ``[..., 4]``."""
+    return ratio(sums[..., :2]) / ratio(sums[..., 2:])
+
+
 def ratio_difference(sums: np.ndarray) -> Estimate:
     """Difference of two ratios on the same pieces.
 
