@@ -232,11 +232,23 @@ class GroupRunner:
                 cell.result.provenance["decoding_threads"] = self._head["threads"]
 
     def advance(self, blocks: int) -> None:
-        """Measure and store pieces until ``blocks`` blocks are finished."""
+        """Measure and store pieces until ``blocks`` blocks are finished: each with every cell, in random order."""
         if not self.running:
             return
         for number in range(self.finished, self._block_ends[blocks - 1]):
-            results = self._measure(number)
+            piece, results, order = self.pieces[number], dict[str, PieceResult](), self.running
+            Random(f"{self.planned.key} {number}").shuffle(order)
+            if number == 0:  # the first estimate of the duration uses plain decoding
+                order.sort(key=lambda item: not item[0].config.is_baseline)
+            for cell, runner in order:
+                self.progress.start_cell(cell.config, runner)
+                with self._attempt(cell):
+                    result = runner.run(piece)
+                    if self.plan.config.untimed:
+                        result.piece = result.piece.untimed()
+                    results[cell.config.hash] = result
+                self.progress.finish_cell(len(piece), count_turns(piece))
+            self._decide_differences(piece, results)
             self.plan.directory.save_piece(self.planned.key, number, results)
             self.state.update_progress(self.progress.share)
             self.progress.finish_piece()
@@ -264,24 +276,6 @@ class GroupRunner:
         return self.results
 
     # -- pieces -------------------------------------------------------------------------------------------
-
-    def _measure(self, number: int) -> dict[str, PieceResult]:
-        """Decode piece ``number`` with every cell, in random order. Returns the results by cell hash."""
-        piece, results = self.pieces[number], dict[str, PieceResult]()
-        order = self.running
-        Random(f"{self.planned.key} {number}").shuffle(order)
-        if number == 0:  # the first estimate of the duration uses plain decoding
-            order.sort(key=lambda item: not item[0].config.is_baseline)
-        for cell, runner in order:
-            self.progress.start_cell(cell.config, runner)
-            with self._attempt(cell):
-                result = runner.run(piece)
-                if self.plan.config.untimed:
-                    result.piece = result.piece.untimed()
-                results[cell.config.hash] = result
-            self.progress.finish_cell(len(piece), count_turns(piece))
-        self._decide_differences(piece, results)
-        return results
 
     def _decide_differences(self, piece: Sequence[Conversation], results: Mapping[str, PieceResult]) -> None:
         """Compare greedy texts with plain decoding, see `greedy_differences`; an error of a model leaves them open."""
