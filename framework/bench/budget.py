@@ -124,9 +124,9 @@ class Budget:
 
 
 def fit_memory(configs: Sequence[CellConfig]) -> bool:
-    """Return True if groups with these settings may be open at once, with their models and caches."""
+    """Return True if several groups with these settings may be open at once, with their models and caches."""
     if any(c.engine is not None for c in configs):  # servers of engines hold the memory of the device
-        return len(configs) == 1
+        return False
     models = {(c.target, c.dtype, str(c.device), c.attn_implementation) for c in configs}
     on_cpu = first_device(configs[0].device).type == "cpu"
     return len(models) == 1 and on_cpu and sum(c.batch_size for c in configs) <= MAX_OPEN_SLOTS

@@ -115,9 +115,7 @@ class _Side:
 
 
 def _engine_refusal(cell: CellConfig) -> str | None:
-    """The reason why the engine of a cell does not run its pair; None if it does, or without an engine."""
-    if cell.engine is None:
-        return None
+    """The reason why the engine of a cell does not run its pair; None if it does."""
     try:
         plugins.of_companion("runner of engines").check_pair(cell)
     except UsageError as error:
@@ -169,7 +167,9 @@ class _Expander:
                     key = cell.hash
                     self._check_duplicate(sides.setdefault(key, (drafter, verifier)), (drafter, verifier))
                     group.setdefault(key, cell)
-            if len(group) > 1 and (reason := _engine_refusal(base)):  # it is left out; without pairs, it fails
+            if (
+                len(group) > 1 and base.engine and (reason := _engine_refusal(base))
+            ):  # left out; without pairs, it fails
                 left_out.append((reason, f"{base.drafter.title} × {base.verifier.title}", base.sampling.temperature))
                 cells |= {key: cell for key, cell in group.items() if cell is not base}
             elif len(group) > 1 or not drafters:
@@ -231,7 +231,9 @@ class _Expander:
         with self.places.at(places.get(("dtype",), ("dtype",))):
             if cell.dtype != "auto":
                 pick_dtype(cell.dtype, torch.device("cpu"))
-        return self._with_engine(cell, places.get(("engine",), ("engine",)))
+        return (
+            cell if cell.engine is None else self._with_engine(cell, cell.engine, places.get(("engine",), ("engine",)))
+        )
 
     def _resolved(
         self, side: _Side, point: Mapping[str, Any], places: Mapping[KeyPath, KeyPath]
@@ -270,7 +272,7 @@ class _Expander:
         with self.places.at(verifier.path, ContractError):
             accepted = plugins.traits_of("verifiers", verifier.cls, verify_config)
         reason = incompatible(drafter.strategy.name, draft, verifier.strategy.name, accepted, cell.sampling)
-        reason = reason or _engine_refusal(cell)
+        reason = reason or (_engine_refusal(cell) if cell.engine else None)
         for side in (drafter, verifier):
             if reason is None:
                 side.paired += 1
@@ -295,11 +297,9 @@ class _Expander:
                     message = f"{dotted(side.path)} has the same name in tables as {dotted(first.path)}, {first.title}"
                     raise self.places.error(side.path, f"{message}: {quoted(side.strategy.title)}; change its label")
 
-    def _with_engine(self, cell: CellConfig, path: KeyPath) -> CellConfig:
+    def _with_engine(self, cell: CellConfig, engine: Strategy, path: KeyPath) -> CellConfig:
         """Check the name and the options of the engine; returns the cell with all options."""
-        if cell.engine is None:
-            return cell
-        name = cell.engine.name
+        name = engine.name
         with self.places.at(path):
             if cell.constraint is not None:
                 raise UsageError(
@@ -312,10 +312,10 @@ class _Expander:
                 raise UnknownNameError.among("engine", name, [OWN_ENGINE, *names], hint)
         Config = plugins.get("servers", name).Config
         try:
-            config = Config(**cell.engine.config)
+            config = Config(**engine.config)
         except ValidationError as error:
             raise explain(error, self.places, renamed={(): path}, models={(): Config}, owner=name) from None
-        engine = cell.engine.model_copy(update={"config": config.model_dump(mode="json")})
+        engine = engine.model_copy(update={"config": config.model_dump(mode="json")})
         return cell.model_copy(update={"engine": engine})
 
     def _check_matrix(self) -> None:

@@ -40,7 +40,8 @@ def preflight(
     for cell in cells:
         with recipe.places.at(("device",)):
             first_device(cell.device)
-    notes = _check_engines(recipe, [cell for cell in cells if cell.engine is not None])
+    served = [cell for cell in cells if cell.engine is not None]
+    notes = _check_engines(recipe, served) if served else []
     if len(groups) < 2:
         return notes
     built = {_drafter_key(cell) for cell in groups[0]}
@@ -72,8 +73,6 @@ def preflight(
 
 def _check_engines(recipe: Recipe, cells: Sequence[CellConfig]) -> list[str]:
     """Check cells that an engine decodes; return remarks on what it does differently."""
-    if not cells:
-        return []
     runner = plugins.of_companion("runner of engines")
     with recipe.places.at(("matrix", "engine") if "engine" in recipe.matrix else ("engine",)):
         runner.check_cells(cells)

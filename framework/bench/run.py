@@ -181,7 +181,7 @@ class LocalRun:
     ) -> None:
         """Measure all blocks of groups, or those that fit a budget: a block in all groups before the next one."""
         blocks, clock, opening, done = len(self.plan.blocks), self.plan.config.clock, 0.0, 0
-        share_memory = fit_memory([runner.planned.cells[0] for runner in runners])
+        share_memory = len(runners) == 1 or fit_memory([runner.planned.cells[0] for runner in runners])
         try:
             runners[0].open()  # models are loaded and checked before the budget starts
             self._note(runners[0].notes)
