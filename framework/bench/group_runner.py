@@ -41,7 +41,7 @@ from ..runs.run_directory import FORMAT, PieceResult
 from ..runs.state import Reporter
 from ..runs.threads import describe_threads, disturbance, threads_in_use
 from . import memory
-from .cells.cell_runner import Cell, Models, lengths, positions
+from .cells.cell_runner import Cell, Models, lengths
 from .cells.conversations import compile_constraints, count_turns, cut_pieces, prepare_conversations
 from .cells.step_limit import StepLimit
 from .greedy_differences import agreement, decide
@@ -399,7 +399,8 @@ class GroupRunner:
         models = [model.model for model in loaded]
         device = input_device(models[0])
         available, recorded = memory.total_memory(device), recorded_nbytes(device)
-        return memory.memory_message(models, config.batch_size, self._slot, positions(config), available, recorded)
+        positions = config.drafter_traits.nodes + 1  # of a row, the root included
+        return memory.memory_message(models, config.batch_size, self._slot, positions, available, recorded)
 
 
 def compare_group(results: Sequence[CellResult]) -> None:

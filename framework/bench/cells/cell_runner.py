@@ -89,11 +89,6 @@ def drafter_of(config: CellConfig) -> Configured:
     return configured("drafters", {"name": config.drafter.name, **config.drafter.config})
 
 
-def positions(config: CellConfig) -> int:
-    """Maximum positions evaluated by the target per row and step: the root and the widest draft."""
-    return slot_length(0, [drafter_of(config)], config.sampling)
-
-
 def _piece(timings: Sequence[StepTiming], waits: Sequence[float], before: Mapping[str, float]) -> Piece:
     """Sum up the steps of a piece. If no step had all slots in use, none belongs to the tail.
 
@@ -188,7 +183,8 @@ class Cell(CellRunner):
         self._contention = CpuWait(lm.device)
         self._timings: list[StepTiming] = []
         self._waits: list[float] = []  # CPU time lost in each step
-        self.depth = drafter.traits(options, config.sampling).depth
+        traits = drafter.traits(options, config.sampling)
+        self.depth, self._nodes = traits.depth, traits.nodes
 
     @property
     def remembers(self) -> bool:
@@ -213,7 +209,7 @@ class Cell(CellRunner):
         """Warm up the decoder; captures CUDA graphs for all widths up to the widest draft and all sequence lengths."""
         self._on_step()
         self._timings = self.decoder.timings = []
-        with recording(CaptureLimits(depth=self.depth, nodes=positions(self.config) - 1)):
+        with recording(CaptureLimits(depth=self.depth, nodes=self._nodes)):
             for _ in self.decoder.warm_up(length, self.config.seed):
                 self._on_step()
 
