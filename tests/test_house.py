@@ -171,7 +171,7 @@ def test_strategies_use_only_public_contracts() -> None:
 
 
 #: Most lines, and most lines of code, of the core distribution.
-MOST_LINES, MOST_CODE = 38_263, 25_355
+MOST_LINES, MOST_CODE = 38_137, 25_265
 
 
 def test_core_is_small() -> None:
