@@ -268,7 +268,7 @@ class _Located:
                 continue
             if deviation.max() > worst:
                 worst, self.after, self.token = float(deviation.max()), after, int(deviation.argmax())
-                reached = self._reached(after)
+                reached = np.prod([self._probs(after[:n])[token] for n, token in enumerate(after)])  # in both
                 self.target = float(p[self.token])
                 self.emitted = float(self.target + deviation[self.token] / reached)
             for step in {step for step, _ in events}:
@@ -280,13 +280,6 @@ class _Located:
             return False
         self.kinds, self.step = list(wrong), min(steps, default=None)
         return True
-
-    def _reached(self, after: tuple[int, ...]) -> float:
-        """Probability of outputs that start with ``after``, the same in output and target."""
-        probability, before = 1.0, ()
-        for token in after:
-            probability, before = probability * float(self._probs(before)[token]), (*before, token)
-        return probability
 
     def location(self) -> str:
         kinds = self.kinds or [CORRECTION]
