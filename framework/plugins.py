@@ -267,6 +267,12 @@ def of_companion(name: str) -> Any:
     return _import(reference)
 
 
+def of_repository(cls: type[Any]) -> bool:
+    """True for a class of crossdraft or of a distribution that is named here, whose tests certify it."""
+    named = {"crossdraft", *COMPANIONS.values(), *(f"crossdraft-{package}" for package in _PACKAGES.values())}
+    return cls.__module__.partition(".")[0].replace("_", "-") in named
+
+
 def unknown(kind: str, name: str, hint: str = "") -> UnknownNameError:
     """Error for a name that is not registered: what installs it, or the nearest names."""
     package = _PACKAGES.get((kind, name))

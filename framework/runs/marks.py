@@ -89,7 +89,7 @@ def mark_of(cell: CellConfig | CellResult) -> Mark:
     source, version = recorded.get("drafter"), str(recorded.get("crossdraft") or "")
     source = source if isinstance(source, Mapping) and source.get("sha256") else None
     own = _from_record(certified_registry.certificate(drafter, options, source, version if source else ""))
-    if own is None and not drafter.__module__.startswith("crossdraft"):
+    if own is None and not plugins.of_repository(drafter):
         own = Mark.from_json(recorded.get("mark")) or Mark("uncertified")
     return mark if own is None or own.kind == "certified" else own
 
@@ -126,9 +126,7 @@ def mark_of_verifier(verifier: type[Any], options: Any) -> Mark:
     if not plugins.traits_of("verifiers", verifier, options).lossless:
         return Mark("lossy")
     is_builtin = verifier.__module__.partition(".")[0] == "crossdraft"
-    return _from_record(certified_registry.certificate(verifier, options)) or Mark(
-        "certified" if is_builtin else "uncertified"
-    )
+    return mark_of_strategy(verifier, options) or Mark("certified" if is_builtin else "uncertified")
 
 
 def mark_of_strategy(strategy: type[Any], options: Any) -> Mark | None:

@@ -1,9 +1,14 @@
 """A lossy verifier that claims to be lossless is rejected by `run` and marked in all reports."""
 
 import csv
+import importlib
+import inspect
 import json
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -61,6 +66,17 @@ class Own(PromptLookup):
     name = "own"
 
 
+class Full(Successors):
+    """Raises once its memory holds twenty tokens."""
+
+    name = "full"
+
+    def reported(self, probs: Tensor, row: int, i: int) -> Tensor:
+        if self.seen[row] > 20:
+            raise RuntimeError("the table is full")
+        return probs
+
+
 class WrongQ(DraftModelChain):
     """Reports another distribution than its tokens are drawn from."""
 
@@ -83,6 +99,20 @@ def measured(recipe: str, tmp_path: Path, install: Any) -> Path:
     assert not result.failed
     write_summary(result)
     return result.directory
+
+
+@pytest.fixture(params=["own", "crossdraft_mine"])
+def package(request: Any, tmp_path: Path, monkeypatch: Any) -> Iterator[ModuleType]:
+    """A module of drafters that are not of this project, also one that is named like a companion."""
+    if request.param == "own":
+        yield sys.modules[__name__]
+        return
+    imports = ["from __future__ import annotations", "from drafters_with_memory import Successors"]
+    code = [*imports, f"from {PromptLookup.__module__} import PromptLookup", *map(inspect.getsource, (Own, Full))]
+    (tmp_path / "crossdraft_mine.py").write_text("\n".join(code), encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module(request.param)
+    del sys.modules[request.param]
 
 
 def output(capsys: Any, *argv: str) -> str:
@@ -130,14 +160,15 @@ def test_code_without_file_runs_and_is_not_certified(bench: Any, install: Any) -
     assert bench(*SETTINGS, "limit=1", "verifiers=[made-liar]")[0] == 1
 
 
-def test_drafter_without_certificate_is_named(recipe: str, tmp_path: Path, install: Any) -> None:
+def test_drafter_without_certificate_is_named(recipe: str, tmp_path: Path, install: Any, package: Any) -> None:
     """The Python interface does not certify: beside a built-in verifier, too, the pair is not called lossless."""
-    install("drafters", ("own", Own))
+    own = package.Own
+    install("drafters", ("own", own))
     settings = [*SETTINGS, "verifiers=[token]", "drafters=[{name: own, gamma: 2}]"]
     summary = write_summary(run(load_recipe(recipe, settings), tmp_path, log=None))
     assert mark_of(summary.results[-1]) == Mark("uncertified")
     assert "not certified: run crossdraft certify --drafter own" in terminal(summary)
-    certified_registry.remember([(Own, Own.Config(gamma=2), certified_registry.CertificateRecord(0.0))])
+    certified_registry.remember([(own, own.Config(gamma=2), certified_registry.CertificateRecord(0.0))])
     assert mark_of(summary.results[-1]) == Mark("certified")
 
 
@@ -152,19 +183,8 @@ def test_drafter_with_wrong_q_is_rejected(bench: Any, install: Any, models: Any)
     assert mark_of_verifier(Token, Token.Config()) == Mark("certified")
 
 
-class Full(Successors):
-    """Raises once its memory holds twenty tokens."""
-
-    name = "full"
-
-    def reported(self, probs: Tensor, row: int, i: int) -> Tensor:
-        if self.seen[row] > 20:
-            raise RuntimeError("the table is full")
-        return probs
-
-
-def test_drafter_that_cannot_be_enumerated_is_marked(bench: Any, install: Any) -> None:
-    install("drafters", (Full.name, Full))
+def test_drafter_that_cannot_be_enumerated_is_marked(bench: Any, install: Any, package: Any) -> None:
+    install("drafters", ("full", package.Full))
     code, out, _ = bench(*SETTINGS, "limit=1", "verifiers=[token]", "drafters=[{name: full, gamma: 2}]")
     assert code == 0 and "token (not exercised)" in out
     assert "(drafter 'full': RuntimeError: the table is full" in out

@@ -114,10 +114,11 @@ def _certify_verifier(verifier: Any, config: Any, limit: StepLimit) -> Certifica
 def _certify_drafter(drafter: Any, options: Any, verifier: Any, config: Any) -> CertificateRecord | None:
     from ...certificate.outcomes import certify_drafter, outcome
     from ...certificate.rows import CannotRun
+    from ...plugins import of_repository
     from ...runs.certified_registry import CertificateRecord
 
     try:
         return outcome(certify_drafter(drafter, options, verifier, config))
     except CannotRun as reason:
         record = CertificateRecord(0.0, place=f"drafter '{drafter.name}': {reason}", exercised=False)
-        return None if drafter.__module__.startswith("crossdraft") else record  # companions' tests certify theirs
+        return None if of_repository(drafter) else record
