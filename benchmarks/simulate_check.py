@@ -1,7 +1,7 @@
 """Simulation against measurements: a real llama.cpp server at Poisson rates.
 
     pip install -e plugins/crossdraft-llamacpp
-    python benchmarks/simulate_check.py --prompts PROMPTS.jsonl [--loads 0.3,0.6,0.9] [--repeats 2] --engine \
+    python benchmarks/simulate_check.py [--prompts builtin] [--loads 0.3,0.6,0.9] [--repeats 2] --engine \
         '{name: llama.cpp, executable: PATH/llama-server, model: TARGET.gguf, draft_model: DRAFT.gguf}'
 
 A server with and one without the draft model. On each, closed loops of 1, 2, .. requests give the cost tables that
@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--engine", type=yaml.safe_load, help="engine with its options, as in a recipe")
     parser.add_argument("--target", default="smollm2-135m-instruct")
     parser.add_argument("--drafter-model", default="smollm2-draft-model")
-    parser.add_argument("--prompts", required=True)
+    parser.add_argument("--prompts", default="builtin")
     parser.add_argument("--limit", type=int, default=60)
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--max-new-tokens", type=int, default=48)
