@@ -408,13 +408,7 @@ def strategies(bench: Bench) -> Rows:
         peak = memory.peak(bench.device)
         waits = in_a_step(decoder, prompts, bench.waits)
         kernels, launched = in_a_step(decoder, prompts, bench.profiled)
-        clocks = loop_overhead.clocks_of(decoder)
-        try:
-            shares = loop_overhead.measure(decoder, clocks, prompts, 3 if bench.args.tiny else STEPS)
-        finally:
-            for clock in clocks:
-                clock.close()
-            decoder.abandon()
+        shares = loop_overhead.measure(decoder, prompts, 3 if bench.args.tiny else STEPS)
         width = 1 if drafter == "none" else bench.args.gamma + 1
         return {
             **{"tok/s": size * bench.new / seconds, "tokens a step": tokens, "ms a step": shares["ms"]},

@@ -16,18 +16,15 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from typing import Any, cast
 
 import torch
 from tabulate import tabulate
 
-from crossdraft import LoadedModel, Sampling, load_model, load_prompts
-from crossdraft.drafters.draft_model.draft_model import DraftModelChain
+from crossdraft import Sampling, load_model, load_prompts
 from crossdraft.framework.lm.cuda_graphs import CudaGraphRunner
 from crossdraft.framework.lm.transformers_lm import TransformersLM
-from crossdraft.framework.lm.vocab_adapter import FittedLM
-from crossdraft.framework.plugins import get
 from crossdraft.models import Decoder, encode, pair_decoder
 
 DRAFTERS = ("none", "prompt-lookup", "draft-model")
@@ -39,33 +36,28 @@ WARM_UP = 3
 
 
 class ForwardClock:
-    """Seconds inside the forward passes of a model since `take` was last called; of None, 0."""
+    """Seconds inside the forward passes of ``lm``'s model since `take` was last called; of None, 0.
 
-    def __init__(self, model: Any):
-        device = torch.device("cpu") if model is None else model.device
-        self._synchronise = getattr(torch, device.type).synchronize if device.type != "cpu" else lambda: None
+    Replays of its CUDA graphs are timed, too, masks included: module hooks do not run in a replay.
+    """
+
+    def __init__(self, lm: Any):
         self._seconds = self._start = 0.0
-        self._depth = 0
-        hooks = (
-            {}
-            if model is None
-            else {model.register_forward_pre_hook: self._enter, model.register_forward_hook: self._leave}
-        )
-        self._hooks = [register(hook) for register, hook in hooks.items()]
-        self._watched: list[tuple[TransformersLM, CudaGraphRunner]] = []
-
-    def watch(self, lm: TransformersLM) -> None:
-        """Time the replays of its CUDA graphs too, masks included: module hooks do not run in a replay."""
-        if lm.graphs.records:
-            self._watched.append((lm, lm.graphs))
-            lm.graphs = lm._buckets.graphs = cast(CudaGraphRunner, _TimedGraphs(lm.graphs, lm, self))
+        self._depth, self._hooks, self._lm = 0, [], None
+        if lm is not None:
+            device = lm.model.device
+            self._synchronise = getattr(torch, device.type).synchronize if device.type != "cpu" else lambda: None
+            self._hooks = [lm.model.register_forward_pre_hook(self._enter), lm.model.register_forward_hook(self._leave)]
+            if lm.graphs.records:
+                self._lm, self._graphs = lm, lm.graphs
+                lm.graphs = lm._buckets.graphs = cast(CudaGraphRunner, _TimedGraphs(lm.graphs, lm, self))
 
     def close(self) -> None:
         """Remove the clock from the model and its graphs."""
         for hook in self._hooks:
             hook.remove()
-        for lm, graphs in self._watched:
-            lm.graphs = lm._buckets.graphs = graphs
+        if self._lm is not None:
+            self._lm.graphs = self._lm._buckets.graphs = self._graphs
 
     def _enter(self, *_: Any) -> None:
         if self._depth == 0:
@@ -109,51 +101,13 @@ class _TimedGraphs:
         return out
 
 
-#: Clocks of the target and of the draft model.
-Models = tuple[LoadedModel, LoadedModel]
-Clocks = tuple[ForwardClock, ForwardClock]
-
-
-def make_decoder(
-    models: Models, clocks: Clocks, drafter: str, batch: int, prompts: list[list[int]], args: Any
-) -> Decoder:
-    target, small = models
-    arguments = {"gamma": args.gamma, "model": args.drafter}
-    known = get("drafters", drafter).Config.model_fields
-    decoder = pair_decoder(
-        replace(target, eos_token_ids=()),  # sequences do not end early
-        {"name": drafter} | {key: value for key, value in arguments.items() if key in known},
-        args.verifier,
-        max(map(len, prompts)) + args.max_new_tokens,
-        sampling=Sampling(temperature=args.temperature),
-        batch_size=batch,
-        max_new_tokens=args.max_new_tokens,
-        load=lambda name, target: small,
-    )
-    watch(decoder, clocks)
-    return decoder
-
-
-def watch(decoder: Decoder, clocks: Clocks) -> None:
-    """Time the CUDA graphs of the target and of the draft model, too."""
-    clocks[0].watch(cast(TransformersLM, decoder.target))
-    if isinstance(decoder.drafter, DraftModelChain):
-        lm: Any = decoder.drafter.model.lm
-        clocks[1].watch(cast(TransformersLM, lm._lm if isinstance(lm, FittedLM) else lm))
-
-
-def clocks_of(decoder: Decoder) -> Clocks:
+def clocks_of(decoder: Decoder) -> tuple[ForwardClock, ForwardClock]:
     """Clocks of a decoder's target, and of its draft model or head; one that stands still if it has neither."""
     drafter: Any = decoder.drafter
-    lm: Any = getattr(getattr(drafter, "model", drafter), "lm", None)
+    target, lm = decoder.target, getattr(getattr(drafter, "model", drafter), "lm", None)
     while hasattr(lm, "_lm"):
         lm = lm._lm
-    target: Any = decoder.target
-    clocks = ForwardClock(target.model), ForwardClock(None if lm is None else lm.model)
-    clocks[0].watch(target)
-    if lm is not None:
-        clocks[1].watch(lm)
-    return clocks
+    return ForwardClock(target), ForwardClock(lm)
 
 
 class _Enough(Exception):
@@ -178,9 +132,9 @@ def steps(decoder: Decoder, prompts: list[list[int]], step_count: int, each: Cal
             pass
 
 
-def measure(decoder: Decoder, clocks: Clocks, prompts: list[list[int]], step_count: int) -> dict:
+def measure(decoder: Decoder, prompts: list[list[int]], step_count: int) -> dict:
     """Medians over the steps: ``ms`` of a step; per cent of it in ``passes`` and, outside them, by phase."""
-    results = []
+    results, clocks = [], clocks_of(decoder)
 
     def timed(make: Callable) -> Any:
         before = dict(decoder.stopwatch.seconds)
@@ -196,7 +150,11 @@ def measure(decoder: Decoder, clocks: Clocks, prompts: list[list[int]], step_cou
         results.append({"ms": 1e3 * total, **inside, **outside, "outside": sum(outside.values())})
         return out
 
-    steps(decoder, prompts, step_count + WARM_UP, timed)
+    try:
+        steps(decoder, prompts, step_count + WARM_UP, timed)
+    finally:
+        for clock in clocks:
+            clock.close()
     kept = results[WARM_UP:]
     return {key: statistics.median(row[key] for row in kept) for key in kept[0]}
 
@@ -224,12 +182,20 @@ def main() -> None:
         f"{target.name} ({str(target.model.dtype)[6:]}, {place}), {args.verifier}, temperature {args.temperature:g}, "
         f"gamma {args.gamma}, medians of {args.steps} steps; per cent of a step"
     )
-    models, clocks = (target, small), (ForwardClock(target.model), ForwardClock(small.model))
     rows = []
-    for batch in args.batch:
-        for drafter in DRAFTERS:
-            result = measure(make_decoder(models, clocks, drafter, batch, prompts, args), clocks, prompts, args.steps)
-            rows.append([drafter, batch, *result.values()])
+    for batch, name in product(args.batch, DRAFTERS):
+        options = {"model": args.drafter} if name == "draft-model" else {}
+        decoder = pair_decoder(
+            replace(target, eos_token_ids=()),  # sequences do not end early
+            {"name": name} | ({} if name == "none" else options | {"gamma": args.gamma}),
+            args.verifier,
+            max(map(len, prompts)) + args.max_new_tokens,
+            sampling=Sampling(temperature=args.temperature),
+            batch_size=batch,
+            max_new_tokens=args.max_new_tokens,
+            load=lambda name, target: small,
+        )
+        rows.append([name, batch, *measure(decoder, prompts, args.steps).values()])
     print(tabulate(rows, ["drafter", "B", *COLUMNS], floatfmt=".1f"))
 
 
