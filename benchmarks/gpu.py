@@ -39,6 +39,7 @@ from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import checkout
@@ -49,18 +50,17 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers import __version__ as TRANSFORMERS
 
-from crossdraft import LM, LoadedModel, Sampling
-from crossdraft.framework.api.build import slot_length
+from crossdraft import LoadedModel, Sampling
 from crossdraft.framework.bench import memory
 from crossdraft.framework.cli.cost.pass_timing import measure_curve
-from crossdraft.framework.engine.stopwatch import Stopwatch
 from crossdraft.framework.lm.attention.flex import DEVICES, FLEX
 from crossdraft.framework.lm.layer_surgery import own_modules
-from crossdraft.framework.lm.vocab_adapter import adapt_vocab
 from crossdraft.heads import Eagle3Head, make_config
-from crossdraft.models import Decoder, TargetContext, build_decoder, configured, make_slots, pick_device
+from crossdraft.models import Decoder, make_slots, pair_decoder, pick_device
 
 Ids = list[int]
+#: Of models with random weights, whose ids have no text.
+TOKENIZER: Any = SimpleNamespace(get_vocab=dict)
 #: What a part yields: the key of a row, and the function that measures it.
 Rows = Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]
 
@@ -159,15 +159,6 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous)
 
 
-class GivenContext(TargetContext):
-    """A target context without tokenizer checks, because random draft models have no tokenizer."""
-
-    def load_lm(self, name: str, *, extra_tokens: int = 0, **_: Any) -> LM:
-        return adapt_vocab(
-            make_slots(self.load_model(name), self.batch_size, self.max_length + extra_tokens), self.vocab_size
-        )
-
-
 class Bench:
     """Options, models (one of a size at a time), and what all parts measure with."""
 
@@ -198,7 +189,7 @@ class Bench:
             dtype = torch.bfloat16 if self.cuda else torch.float32
             with torch.device(self.device):
                 model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
-            self._models[key] = LoadedModel(model, None, name, "random weights", "", (), 4096)  # type: ignore[arg-type]
+            self._models[key] = LoadedModel(model, TOKENIZER, name, "random weights", "", (), 4096)
         return self._models[key]
 
     def collect(self) -> None:
@@ -223,24 +214,19 @@ class Bench:
 
     def decoder(self, target: LoadedModel, size: int, drafter: str, verifier: str) -> Decoder:
         """A decoder of ``size`` rows, with a clock, for `prompts`."""
-        gamma = {"gamma": self.args.gamma}
-        options: dict[str, dict[str, Any]] = {"draft-model": gamma | {"model": "draft"}, "prompt-lookup": gamma}
-        if drafter == "eagle3":
-            options["eagle3"] = gamma | {"model": self.head(target)}
-        pair = configured("drafters", {"name": drafter} | options.get(drafter, {})), configured("verifiers", verifier)
-        sampling, sequence = Sampling(temperature=1.0), self.length + self.new
-        slot = slot_length(sequence, [pair[0]], sampling)
-        small = partial(self.model, "SmolLM2 draft", vocab_size=target.model.config.vocab_size)
-        context = GivenContext.of(
+        options = {} if drafter == "none" else {"gamma": self.args.gamma}
+        if drafter in ("draft-model", "eagle3"):
+            options["model"] = "draft" if drafter == "draft-model" else self.head(target)
+        return pair_decoder(
             target,
-            make_slots(target, size, slot),
-            sampling,
-            slot=slot,
-            sequence=sequence,
-            load=lambda name, target: small(),
+            {"name": drafter, **options},
+            verifier,
+            self.length + self.new,
+            sampling=Sampling(temperature=1.0),
+            batch_size=size,
+            max_new_tokens=self.new,
+            load=lambda *_: self.model("SmolLM2 draft", vocab_size=target.model.config.vocab_size),
         )
-        watch = Stopwatch(self.device, enabled=True)
-        return build_decoder(context, *pair, eos=(), max_new_tokens=self.new, stopwatch=watch)
 
     def seconds(self, run: Callable[[], Any]) -> float:
         self.wait()
