@@ -5,7 +5,7 @@
 A tiny target and its head (`tiny_heads`) are trained into DIR, which a second call reuses. The head is trained on the
 traffic that is served, too, so that it uses its attention: a wrong rotation costs acceptance. Each damage is made in a
 copy of the head, which the engine serves: 32 prompts at temperature 0 in float32. The diagnosis gets the sound head,
-the 32 responses and vLLM's log or llama.cpp's scrape, and prints its answer.
+the 32 responses and the server's scrape, and prints its answer.
 """
 
 from __future__ import annotations
@@ -14,17 +14,21 @@ import argparse
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from crossdraft_advisor import ServedCell
 from crossdraft_advisor.diagnosis.matching import UNLISTED
-from llamacpp_server import served
+from crossdraft_advisor.engines.engine_cell import without_weights
 from safetensors.torch import load_file, save_file
 from tiny_heads import LAYERS, TOKENS, VOCABULARY, prompts, save_head, save_target, texts_of, train_head
-from vllm_process import crossdraft, output_of, run_in_vllm
 
-from crossdraft import load_model
+from crossdraft import Sampling, load_model
+from crossdraft.framework import plugins
+from crossdraft.framework.cli.main import main as crossdraft
 
 REQUESTS, GAMMA, STEPS = 32, 3, 300
 #: Seed of the prompts; copies of their greedy responses among 512 sampled ones, in training.
@@ -67,26 +71,6 @@ DAMAGES: dict[str, tuple[Damage, str, tuple[str, ...]]] = {
     "no embedding": (no_embedding, "the heads were trained with the target's embedding", ("vllm", "llama.cpp")),
 }
 
-#: Runs in vLLM's environment; arguments: target, head, prompts, tokens, draft length, output file.
-SERVE = """
-import json, sys
-
-def main(target, head, prompts, tokens, gamma, out):
-    from vllm import LLM, SamplingParams
-
-    speculative = {"method": "eagle3", "model": head, "num_speculative_tokens": int(gamma)}
-    llm = LLM(target, dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=8, seed=0,
-              speculative_config=speculative, disable_log_stats=False)
-    sampling = SamplingParams(temperature=0, max_tokens=int(tokens), ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": p} for p in json.load(open(prompts))], sampling)
-    llm.llm_engine.do_log_stats()
-    with open(out, "w") as file:
-        json.dump([list(o.outputs[0].token_ids) for o in outputs], file)
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
-"""
-
 
 def pair(out: Path) -> tuple[Path, Path]:
     """Directories of the target and the sound head, trained on the first call."""
@@ -111,32 +95,45 @@ def damaged(head: Path, path: Path, damage: Damage) -> Path:
     return path
 
 
-def by_vllm(python: Path, target: Path, head: Path, starts: list[list[int]], work: Path) -> list[list[int]]:
-    """Responses of vLLM; its log is ``vllm.counters``."""
-    (work / "prompts.json").write_text(json.dumps(starts), encoding="utf-8")
-    arguments = target, head, work / "prompts.json", TOKENS, GAMMA, work / "served.json"
-    log = output_of(run_in_vllm(python, SERVE, *arguments, work=work))
-    (work / "vllm.counters").write_text(log, encoding="utf-8")
-    return json.loads((work / "served.json").read_text(encoding="utf-8"))
+def for_vllm(python: str, target: Path, head: Path) -> tuple[dict[str, Any], list[str]]:
+    """Options of its server, and arguments that set up speculation."""
+    speculative = {"method": "eagle3", "model": str(head), "num_speculative_tokens": GAMMA}
+    options = {"python": python, "args": ["--enforce-eager"], "env": {"VLLM_CPU_KVCACHE_SPACE": "1"}}
+    return options, ["--speculative-config", json.dumps(speculative)]
 
 
-def by_llama_cpp(server: str, target: Path, head: Path, starts: list[list[int]], work: Path) -> list[list[int]]:
-    """Responses of llama.cpp's server; its scrape is ``llama.cpp.counters``."""
-    own = load_file(target / "model.safetensors")
-    target_file, head_file = work / "target.gguf", work / "head.gguf"
-    write_gguf(target_file, "llama", json.loads((target / "config.json").read_text(encoding="utf-8")), own)
-    config = json.loads((head / "config.json").read_text(encoding="utf-8"))
-    write_gguf(head_file, "eagle3", config, load_file(head / "model.safetensors"))
-    log = work / "llama.cpp.log"
-    log.unlink(missing_ok=True)
-    settings = argparse.Namespace(server=server, model=str(target_file), room=128, threads=1, log=log)
-    flags = ["--spec-type", "draft-eagle3", "--model-draft", str(head_file), "--spec-draft-n-max", str(GAMMA)]
-    flags += ["--spec-draft-p-min", "0", "--device", "none", "--cache-type-k", "f32", "--cache-type-v", "f32"]
-    flags += ["--spec-draft-device", "none", "--no-warmup"]
-    with served(settings, flags) as endpoint:
-        texts = [endpoint.answer(prompt, TOKENS)[0] for prompt in starts]
-        # Without --verbose its log has no acceptance by position.
-        (work / "llama.cpp.counters").write_text(endpoint.metrics(), encoding="utf-8")
+def for_llama_cpp(server: str, target: Path, head: Path) -> tuple[dict[str, Any], list[str]]:
+    """As `for_vllm`; writes the models as GGUF files beside the head."""
+    files = {"llama": target, "eagle3": head}
+    for arch, model in files.items():
+        files[arch] = head.with_name(f"{model.name}.gguf")
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        write_gguf(files[arch], arch, config, load_file(model / "model.safetensors"))
+    args = ["--threads", "1", "--no-warmup", "--device", "none", "--cache-type-k", "f32", "--cache-type-v", "f32"]
+    flags = ["--spec-type", "draft-eagle3", "--model-draft", str(files["eagle3"]), "--spec-draft-n-max", str(GAMMA)]
+    flags += ["--spec-draft-p-min", "0", "--spec-draft-device", "none"]
+    return {"executable": server, "model": str(files["llama"]), "args": args}, flags
+
+
+ENGINES = {"vllm": for_vllm, "llama.cpp": for_llama_cpp}
+
+
+def responses(engine: str, program: str, target: Path, head: Path, starts: list[list[int]]) -> list[list[int]]:
+    """Responses of a server, one after another; its scrape is ``counters`` beside the head."""
+    options, flags = ENGINES[engine](program, target, head)
+    cls, model = plugins.get("servers", engine), without_weights(str(target), trust_remote_code=False)
+    cell = ServedCell(  # a tiny model emits several steps at once, so more than GAMMA tokens
+        *(target, "float32", Sampling(temperature=0), 0, 1, 128, TOKENS, flags),
+        end_tokens=model.eos_token_ids,
+        tokenizer=model.tokenizer,
+    )
+    server = cls(cls.Config(**options), cell, head.parent)
+    server.start()
+    try:
+        texts = [server.complete(prompt, TOKENS).tokens for prompt in starts]
+        (head.parent / "counters").write_text(server.scrape(), encoding="utf-8")
+    finally:
+        server.stop()
     return texts
 
 
@@ -210,27 +207,21 @@ def write_gguf(path: Path, arch: str, config: Mapping[str, Any], tensors: Mappin
     writer.close()
 
 
-def diagnosis(
-    engine: str, target: Path, head: Path, served_texts: list[tuple[list[int], list[int]]], work: Path
-) -> Any:
-    """Report of ``crossdraft diagnose``, which is printed, too."""
-    rows = [
-        {
-            "id": str(i),
-            "prompt": prompt,
-            "tokens": tokens,
-            "finish_reason": "length",
-            "temperature": 0,
-            "max_tokens": TOKENS,
-        }
-        for i, (prompt, tokens) in enumerate(served_texts)
-    ]
-    responses = work / "responses.jsonl"
-    responses.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+def diagnosis(engine: str, target: Path, head: Path, served: list[tuple[list[int], list[int]]], work: Path) -> str:
+    """Report of ``crossdraft diagnose``."""
+    common = {"finish_reason": "length", "temperature": 0, "max_tokens": TOKENS}
+    lines = [json.dumps({"id": str(i), "prompt": p, "tokens": t} | common) for i, (p, t) in enumerate(served)]
+    (work / "responses.jsonl").write_text("\n".join(lines), encoding="utf-8")
     drafter = json.dumps({"name": "eagle3", "model": str(head), "layers": LAYERS, "gamma": GAMMA})
-    argv = ["diagnose", "--target", str(target), "--drafter", drafter, "--replay", str(responses), "--dtype", "float32"]
-    argv += ["--device", "cpu", "--counters", str(work / f"{engine}.counters"), "--as", engine]
-    return crossdraft(*argv)
+    options = {"target": target, "drafter": drafter, "replay": work / "responses.jsonl", "dtype": "float32"}
+    options |= {"device": "cpu", "counters": work / "counters", "as": engine}
+    with redirect_stdout(StringIO()) as answer:
+        status = crossdraft(
+            ["diagnose", *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
+        )
+    if status:
+        raise SystemExit(answer.getvalue())
+    return answer.getvalue()
 
 
 def verdict(answer: str, expected: str) -> str:
@@ -247,20 +238,19 @@ def verdict(answer: str, expected: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--vllm", type=Path, help="Python of vLLM's environment")
+    parser.add_argument("--vllm", help="Python of vLLM's environment")
     parser.add_argument("--llama-server", help="llama.cpp's server")
     parser.add_argument("--damage", action="append", choices=DAMAGES, help="one of the damages (repeatable)")
     args = parser.parse_args()
     target, head = pair(args.out)
     starts = prompts(REQUESTS, SEED)
-    engines = {"vllm": (by_vllm, args.vllm), "llama.cpp": (by_llama_cpp, args.llama_server)}
-    for engine, (serve, program) in engines.items():
+    for engine, program in (("vllm", args.vllm), ("llama.cpp", args.llama_server)):
         for name in (args.damage or DAMAGES) if program else ():
             damage, expected, able = DAMAGES[name]
             if engine not in able:
                 continue
             copy = damaged(head, args.out / "damaged", damage)
-            texts = serve(program, target, copy, starts, args.out)
+            texts = responses(engine, program, target, copy, starts)
             answer = diagnosis(engine, target, head, list(zip(starts, texts, strict=True)), args.out)
             print(f"## {engine}, {name}: {verdict(answer, expected)}\n\n{answer}", flush=True)
 

@@ -8,21 +8,20 @@ vLLM runs on a CPU here. The models are those of plugins/crossdraft-smollm2.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
 import subprocess
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from crossdraft_advisor import Acceptance, Schedule, Source
 from crossdraft_advisor.engines.engine import Range
+from crossdraft_advisor.engines.engine_cell import EngineCell
 from crossdraft_advisor.engines.engine_log import read_source
 from crossdraft_advisor.engines.formats import acceptances_in
-from llamacpp_server import served
-from vllm_process import run_in_vllm
 
 from crossdraft import load_model
 from crossdraft.framework import plugins
@@ -31,6 +30,7 @@ from crossdraft.framework.metrics.intervals import Estimate
 from crossdraft.framework.models.configs import LEFT_OUT
 from crossdraft.framework.models.resolve import resolve
 from crossdraft.framework.models.shared_embedding import save_sharing_embedding
+from crossdraft.runs import CellConfig
 
 pytestmark = pytest.mark.engine
 
@@ -81,11 +81,17 @@ if __name__ == "__main__":
 
 
 def vllm(script: str, *arguments: str, directory: Path) -> str:
-    """Run a script in vLLM's environment and return all of its output."""
+    """Run a script in vLLM's environment and return all of its output; its ``lib/libiomp5.so`` is preloaded."""
     python = os.environ.get("CROSSDRAFT_VLLM_PYTHON")
     if not python:
         pytest.skip("CROSSDRAFT_VLLM_PYTHON is not set")
-    done = run_in_vllm(Path(python), script, *arguments, work=directory)
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    environment.pop("PYTHONPATH", None)
+    if (openmp := Path(python).absolute().parents[1] / "lib" / "libiomp5.so").exists():
+        environment.setdefault("LD_PRELOAD", str(openmp))
+    (directory / "script.py").write_text(script, encoding="utf-8")
+    command = [python, str(directory / "script.py"), *arguments]
+    done = subprocess.run(command, text=True, capture_output=True, env=environment)
     return done.stdout + done.stderr
 
 
@@ -181,15 +187,18 @@ def test_log_and_counters_of_llama_server_are_read(tmp_path: Path) -> None:
     server, gguf = os.environ.get("CROSSDRAFT_LLAMA_SERVER"), os.environ.get("CROSSDRAFT_GGUF")
     if not server or not gguf:
         pytest.skip("CROSSDRAFT_LLAMA_SERVER or CROSSDRAFT_GGUF is not set")
-    flags = ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "2", "--spec-ngram-simple-size-m", "4"]
+    engine = {"name": "llama.cpp", "executable": server, "model": gguf, "args": ["-lv", "4", "--threads", "1"]}
+    settings = {"target": TARGET, "engine": engine, "dtype": "float32", "max_new_tokens": 64, "batch_size": 1}
+    settings |= {"drafter": {"name": "ngram-simple", "n": 2, "gamma": 4}, "verifier": "token"}
+    config = CellConfig.model_validate(settings | {"sampling": {"temperature": 0}})
     recorded = json.loads((FIXTURES / "llama-cpp-ngram.json").read_text(encoding="utf-8"))
     prompts = [response["prompt"] for response in recorded["responses"] if response["finish_reason"] == "length"]
-    settings = argparse.Namespace(server=server, model=gguf, room=256, threads=1, log=tmp_path / "log")
-    with served(settings, ["-lv", "4", *flags]) as endpoint:
+    target = EngineCell.load_target(config, trust_remote_code=False)
+    with closing(EngineCell(config, target, 256, tmp_path, lambda: None)) as cell:
         for prompt in prompts:
-            endpoint.answer(prompt, 64)
-        scrape = endpoint.metrics()
+            cell.server.complete(prompt, 64)
+        scrape = cell.server.scrape()
     (counted,) = acceptances_in(Source(scrape, "metrics"))
-    (logged,) = acceptances_in(read_source(str(tmp_path / "log")))
+    (logged,) = acceptances_in(read_source(str(cell.server.log)))
     assert counted.marginal == pytest.approx(logged.marginal, abs=1e-3)
     assert counted.drafts == pytest.approx(logged.drafts, rel=1e-3)
