@@ -11,18 +11,17 @@ over prompts. ``--seconds``: stop before the next group of prompts.
 
 from __future__ import annotations
 
-import argparse
 import time
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
+from pairs import Pair, arguments
 from tabulate import tabulate
 
-from crossdraft import CounterRng, Sampling, StepEvent, load_model, load_prompts
+from crossdraft import CounterRng, StepEvent
 from crossdraft.framework import plugins
-from crossdraft.models import encode, pair_decoder
 from crossdraft.runs import estimate, estimate_text
 
 TREE, DELAYED = [3, 1, 1, 1], [1, 1, 1, 3, 1, 1]
@@ -63,23 +62,12 @@ def difference(sums: np.ndarray) -> np.ndarray:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="smollm2-135m-instruct")
-    parser.add_argument("--model", default="smollm2-draft-model")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--prompts", default="builtin")
-    parser.add_argument("--limit", type=int, default=16)
-    parser.add_argument("--max-new-tokens", type=int, default=32)
-    parser.add_argument("--batch-size", type=int, default=4)
+    parser = arguments(__doc__, dtype="float32", limit=16)
     parser.add_argument("--coins", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     args = parser.parse_args()
-    end = time.monotonic() + args.seconds
-    target = load_model(args.target, device=args.device, dtype=args.dtype)
-    prompts = [encode(target.tokenizer, prompt.turns[:1]) for prompt in load_prompts(args.prompts)[: args.limit]]
-    longest = max(map(len, prompts)) + args.max_new_tokens
+    end, pair = time.monotonic() + args.seconds, Pair(args)
+    prompts = pair.prompts
     decoders, sums = {}, {}
     emitted, first = np.zeros(len(prompts), int), 0  # tokens of each prompt; the first prompt of the group
 
@@ -101,16 +89,8 @@ def main() -> None:
 
     for shape, (name, options, _, rules) in SHAPES.items():
         sums[shape] = np.zeros((len(prompts), 1 + len(rules.split())))
-        decoders[shape] = pair_decoder(
-            target,
-            {"name": name, "model": args.model, **options},
-            rules.split()[-1],
-            longest,
-            sampling=Sampling(temperature=args.temperature),
-            batch_size=args.batch_size,
-            max_new_tokens=args.max_new_tokens,
-            on_step=partial(note, shape=shape),
-        )
+        drafter = {"name": name, "model": args.model, **options}
+        decoders[shape] = pair.decoder(drafter, rules.split()[-1], on_step=partial(note, shape=shape))
     with torch.inference_mode():
         for first in range(0, len(prompts), args.batch_size):
             if time.monotonic() > end:

@@ -10,7 +10,6 @@ Every number is the median over steps with all slots occupied, so shares need no
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -20,12 +19,13 @@ from itertools import cycle, islice, product
 from typing import Any, cast
 
 import torch
+from pairs import Pair, arguments
 from tabulate import tabulate
 
-from crossdraft import Sampling, load_model, load_prompts
+from crossdraft import load_model
 from crossdraft.framework.lm.cuda_graphs import CudaGraphRunner
 from crossdraft.framework.lm.transformers_lm import TransformersLM
-from crossdraft.models import Decoder, encode, pair_decoder
+from crossdraft.models import Decoder
 
 DRAFTERS = ("none", "prompt-lookup", "draft-model")
 PHASES = ("draft", "target", "verify", "rest")
@@ -160,23 +160,16 @@ def measure(decoder: Decoder, prompts: list[list[int]], step_count: int) -> dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--drafter", default="smollm2-draft-model", help="model of the draft-model drafter")
-    parser.add_argument("--prompts", default="builtin")
+    parser = arguments(__doc__, limit=None, batch_size=None, max_new_tokens=48)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--steps", type=int, default=40, help="number of measured steps per cell")
-    parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--gamma", type=int, default=4)
-    parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--verifier", default="token")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--device", default="auto")
     args = parser.parse_args()
-
-    target = load_model(args.model, dtype=args.dtype, device=args.device)
-    small = load_model(args.drafter, dtype=target.model.dtype, device=target.model.device, share_with=target)
-    prompts = [encode(target.tokenizer, p.turns[:1]) for p in load_prompts(args.prompts)[: max(args.batch)]]
+    args.limit = max(args.batch)
+    pair = Pair(args)
+    small = load_model(args.model, dtype=pair.target.model.dtype, share_with=pair.target)
+    pair.target = target = replace(pair.target, eos_token_ids=())  # sequences do not end early
     place = torch.cuda.get_device_name() if target.model.device.type == "cuda" else f"{torch.get_num_threads()} threads"
     print(
         f"{target.name} ({str(target.model.dtype)[6:]}, {place}), {args.verifier}, temperature {args.temperature:g}, "
@@ -184,18 +177,10 @@ def main() -> None:
     )
     rows = []
     for batch, name in product(args.batch, DRAFTERS):
-        options = {"model": args.drafter} if name == "draft-model" else {}
-        decoder = pair_decoder(
-            replace(target, eos_token_ids=()),  # sequences do not end early
-            {"name": name} | ({} if name == "none" else options | {"gamma": args.gamma}),
-            args.verifier,
-            max(map(len, prompts)) + args.max_new_tokens,
-            sampling=Sampling(temperature=args.temperature),
-            batch_size=batch,
-            max_new_tokens=args.max_new_tokens,
-            load=lambda name, target: small,
-        )
-        rows.append([name, batch, *measure(decoder, prompts, args.steps).values()])
+        options = {"none": {}, "prompt-lookup": {"gamma": args.gamma}}
+        drafter = {"name": name} | options.get(name, {"gamma": args.gamma, "model": args.model})
+        decoder = pair.decoder(drafter, args.verifier, batch_size=batch, load=lambda name, target: small)
+        rows.append([name, batch, *measure(decoder, pair.prompts, args.steps).values()])
     print(tabulate(rows, ["drafter", "B", *COLUMNS], floatfmt=".1f"))
 
 

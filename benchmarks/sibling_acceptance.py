@@ -10,35 +10,25 @@ tokens per step of Sequoia's trees.
 
 from __future__ import annotations
 
-import argparse
-
 import numpy as np
+from pairs import Pair, arguments
 from scipy.optimize import isotonic_regression
 from tabulate import tabulate
 
-from crossdraft import Sampling, StepEvent, load_model, load_prompts
+from crossdraft import StepEvent
 from crossdraft.drafters.autoregressive.sequoia import best_tree
-from crossdraft.models import encode, pair_decoder
 from crossdraft.runs import estimate
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="smollm2-135m-instruct")
-    parser.add_argument("--model", default="smollm2-draft-model")
-    parser.add_argument("--device", default="auto")
+    parser = arguments(__doc__)
     parser.add_argument("--siblings", type=int, default=8)
-    parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--verifier", help="default: specinfer, or greedy at temperature 0")
-    parser.add_argument("--prompts", default="builtin")
-    parser.add_argument("--limit", type=int, default=12)
-    parser.add_argument("--max-new-tokens", type=int, default=32)
-    parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--depth", type=int, default=8, help="maximum depth of the printed trees")
     parser.add_argument("--nodes", type=int, nargs="+", default=[4, 8, 16, 32, 64])
     args = parser.parse_args()
-    target = load_model(args.target, device=args.device)
-    prompts = [encode(target.tokenizer, prompt.turns[:1]) for prompt in load_prompts(args.prompts)[: args.limit]]
+    pair = Pair(args)
+    prompts = pair.prompts
     counts = np.zeros(
         (len(prompts), 1 + args.siblings)
     )  # number of steps, and of steps in which each sibling was accepted
@@ -53,16 +43,9 @@ def main() -> None:
                 counts[prompt, 0] += 1
                 counts[prompt, 1 + rank] += tau > 0
 
-    decoder = pair_decoder(
-        target,
-        {"name": "draft-model-tree", "model": args.model, "branching": [args.siblings]},
-        args.verifier or ("specinfer" if args.temperature else "greedy"),
-        max(map(len, prompts)) + args.max_new_tokens,
-        sampling=Sampling(temperature=args.temperature),
-        batch_size=min(args.batch_size, len(prompts)),
-        max_new_tokens=args.max_new_tokens,
-        on_step=note,
-    )
+    drafter = {"name": "draft-model-tree", "model": args.model, "branching": [args.siblings]}
+    verifier = args.verifier or ("specinfer" if args.temperature else "greedy")
+    decoder = pair.decoder(drafter, verifier, on_step=note)
     list(decoder.run(prompts))
     results = [
         estimate(lambda sums: sums[..., 1] / sums[..., 0], counts[:, [0, k]], log=False, minimum=0.0, maximum=1.0)

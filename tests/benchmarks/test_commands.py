@@ -34,7 +34,7 @@ RUNS = [
     "benchmarks/prefill.py --target TARGET --prompts 2 --tokens 8 --repeats 1",
     "benchmarks/sibling_acceptance.py --target TARGET --model MODEL --limit 2 --siblings 2 --nodes 2",
     "benchmarks/draft_acceptance.py --target TARGET --model MODEL --limit 2 --max-new-tokens 9",
-    "benchmarks/loop_overhead.py --model TARGET --drafter MODEL --batch 1 --steps 1 --max-new-tokens 9",
+    "benchmarks/loop_overhead.py --target TARGET --model MODEL --batch 1 --steps 1 --max-new-tokens 9",
 ]
 
 
