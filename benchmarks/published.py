@@ -1,10 +1,8 @@
 """Predicted speeds beside published ones, and the priors of step costs fitted to them.
 
     python benchmarks/published.py                     # totals: each source with priors fitted to the others
-    python benchmarks/published.py --series            # also a row for each series
     python benchmarks/published.py --csv FILE          # also every prediction
     python benchmarks/published.py --read FILE --chart FILE    # totals and chart of predictions that --csv wrote
-    python benchmarks/published.py --in-sample         # with the priors of the advisor, which have seen all series
     python benchmarks/published.py --covariates        # what shifts the prior, one at a time (docs/lab-notes.md)
     python benchmarks/published.py --refit             # fits cost/prior.yaml of the advisor
 
@@ -453,8 +451,6 @@ def text(results: Results) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--in-sample", action="store_true", help="predict by the priors of the advisor")
-    parser.add_argument("--series", action="store_true", help="a row for each series, too")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write every prediction")
     parser.add_argument("--read", type=Path, metavar="FILE", help="read the predictions that --csv wrote")
     parser.add_argument("--chart", type=Path, metavar="FILE", help="draw predicted over published speed-ups")
@@ -463,8 +459,6 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.read:
         return _print(read_csv(arguments.read), arguments)
-    if arguments.in_sample:
-        return _print(results_of(CORPUS, advised_prior), arguments)
     likelihoods = Likelihoods(CORPUS)
     if arguments.covariates:
         return _try_covariates(likelihoods)
@@ -481,10 +475,6 @@ def advised_prior(series: Series) -> Prior:
 
 
 def _print(results: Results, arguments: argparse.Namespace) -> None:
-    if arguments.series:
-        chains = list(dict.fromkeys(r.series.name for own in results.values() for r in own))
-        print(tabulate([_row(name, results) for name in chains], ["series", *LEVELS], maxcolwidths=[70]))
-        print("\nworst error in %, and share inside the 95 % interval in %\n")
     print(text(results))
     if arguments.csv:
         _write_csv(arguments.csv, results)
@@ -533,15 +523,6 @@ def draw(path: Path, results: Results) -> None:
             axis.set_minor_locator(NullLocator())
     figure.axes[0].set_ylabel("predicted, with 95 % interval")
     figure.savefig(path, dpi=130)
-
-
-def _row(name: str, results: Results) -> list[str]:
-    cells = [name]
-    for own in results.values():
-        predictions = next((r.predictions for r in own if r.series.name == name), ())
-        inside = 100 * fmean([p.is_inside for p in predictions] or [0.0])
-        cells.append(f"{100 * max(p.error for p in predictions):.1f}  {inside:.0f}" if predictions else "")
-    return cells
 
 
 def _write_csv(path: Path, results: Results) -> None:

@@ -28,6 +28,7 @@ from statistics import median
 
 from crossdraft_advisor.roofline.accelerators import accelerator
 from crossdraft_advisor.roofline.roofline import EFFICIENCY, Products, Roofline, Shape
+from scipy.optimize import brentq
 from tabulate import tabulate
 
 from crossdraft.framework.cost.prediction import CellStatistics, predict, stops_paying
@@ -71,12 +72,12 @@ BLOCK_SIZE, ACCEPTED_LENGTH = 7, 2.33
 
 def fitted_acceptance(gamma: int, speed_up: float, target: Curve, drafter: Curve) -> float:
     """The acceptance whose prediction at the first batch size is ``speed_up``, clamped to [0, 1]."""
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        cell = CellStatistics.chain(BATCH_SIZES[0], gamma, middle, CONTEXT)
-        low, high = (middle, high) if predict(cell, target, drafter).speed_up < speed_up else (low, middle)
-    return (low + high) / 2
+
+    def off(acceptance: float) -> float:
+        cell = CellStatistics.chain(BATCH_SIZES[0], gamma, acceptance, CONTEXT)
+        return predict(cell, target, drafter).speed_up - speed_up
+
+    return 0.0 if off(0.0) > 0 else 1.0 if off(1.0) < 0 else float(brentq(off, 0.0, 1.0))
 
 
 def stops(speed_up: Callable[[int], float]) -> int | None:

@@ -14,7 +14,6 @@ import argparse
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -45,51 +44,31 @@ def resident() -> int:
         return 0
 
 
-@dataclass
-class Memory:
-    """A memory of one size, with the times of its steps."""
-
-    tokens: int
-    history: History
-    bytes: float
-    lookup_seconds: list[float] = field(default_factory=list)
-    update_seconds: list[float] = field(default_factory=list)
-    drafted: int = 0
-
-    def play(self, tail: list[int], new: list[int], options: Suffix.Config) -> None:
-        """One step."""
-        start = time.perf_counter()
-        result = speculate([self.history], tail, options.factor, options.min_prob, options.tree)
-        middle = time.perf_counter()
-        self.history.extend(new)
-        self.lookup_seconds.append(middle - start)
-        self.update_seconds.append(time.perf_counter() - middle)
-        self.drafted += len(result.tokens)
-
-    def row(self) -> dict[str, float]:
-        results = {"tokens": self.tokens, "drafted a step": self.drafted / len(self.lookup_seconds)}
-        for name, seconds in (("look-up", self.lookup_seconds), ("update", self.update_seconds)):
-            results[f"{name} median us"] = 1e6 * float(np.median(seconds))
-            results[f"{name} p95 us"] = 1e6 * float(np.quantile(seconds, 0.95))
-        return results | {"process bytes a token": self.bytes}
-
-
-def measure(sizes: Sequence[int], steps: int, options: Suffix.Config) -> list[dict[str, float]]:
+def measure(sizes: Sequence[int], steps: int, options: Suffix.Config) -> Iterator[dict[str, float]]:
     """Rows by size; the steps of all sizes alternate."""
-    memories, source = [], texts(2)
+    histories, grown, source = {}, {}, texts(2)
     for size in sorted(sizes):
-        before = resident()
-        history = History(size + steps * NEW, options.depth, options.occurrences)
-        pieces = texts(1)
+        before, pieces = resident(), texts(1)
+        history = histories[size] = History(size + steps * NEW, options.depth, options.occurrences)
         while history.total < size:
             history.extend(next(pieces)[: size - history.total])
-        memories.append(Memory(size, history, (resident() - before) / size))
+        grown[size] = (resident() - before) / size
     text = np.concatenate([next(source) for _ in range(1 + (steps * NEW + options.depth) // STEP)])
-    for place in range(options.depth, options.depth + steps * NEW, NEW):
+    times, drafted = {size: np.zeros((2, steps)) for size in histories}, dict.fromkeys(histories, 0)
+    for step, place in enumerate(range(options.depth, options.depth + steps * NEW, NEW)):
         tail, new = text[place - options.depth : place].tolist(), text[place : place + NEW].tolist()
-        for memory in memories:
-            memory.play(tail, new, options)
-    return [memory.row() for memory in memories]
+        for size, history in histories.items():
+            start = time.perf_counter()
+            result = speculate([history], tail, options.factor, options.min_prob, options.tree)
+            middle = time.perf_counter()
+            history.extend(new)
+            times[size][:, step] = middle - start, time.perf_counter() - middle
+            drafted[size] += len(result.tokens)
+    for size in histories:
+        row = {"tokens": size, "drafted a step": drafted[size] / steps}
+        for name, seconds in zip(("look-up", "update"), 1e6 * times[size], strict=True):
+            row |= {f"{name} median us": np.median(seconds), f"{name} p95 us": np.quantile(seconds, 0.95)}
+        yield row | {"process bytes a token": grown[size]}
 
 
 def main() -> None:
