@@ -16,31 +16,34 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
-import yaml
 from crossdraft_advisor.replay.aggregate import difference
+from crossdraft_advisor.replay.baseline_responses import baseline_responses
 from crossdraft_advisor.replay.candidates import candidates_of
 from crossdraft_advisor.replay.replay import replay
 from crossdraft_advisor.replay.responses import Reader
 from tabulate import tabulate
 
-from crossdraft import Estimate, Sampling, generate, load_model, load_prompts
+from crossdraft import Sampling
 from crossdraft.framework.cli.main import main as crossdraft
-from crossdraft.models import encode
+from crossdraft.runs import estimate_text
 
+#: Divergence, and the share of texts that are the student's own.
 METHODS = {
-    "forward-kl": ["--divergence", "forward-kl"],
-    "nll": ["--divergence", "nll"],
-    "reverse-kl": ["--divergence", "reverse-kl"],
-    "jsd": ["--divergence", "jsd"],
-    "tv": ["--divergence", "tv"],
-    "forward-kl, on-policy": ["--divergence", "forward-kl", "--on-policy", "1"],
-    "reverse-kl, on-policy": ["--divergence", "reverse-kl", "--on-policy", "1"],
-    "jsd, on-policy": ["--divergence", "jsd", "--on-policy", "1"],
-    "tv, on-policy": ["--divergence", "tv", "--on-policy", "1"],
-    "jsd, mixed": ["--divergence", "jsd", "--on-policy", "0.5"],
+    "forward-kl": ("forward-kl", 0),
+    "nll": ("nll", 0),
+    "reverse-kl": ("reverse-kl", 0),
+    "jsd": ("jsd", 0),
+    "tv": ("tv", 0),
+    "forward-kl, on-policy": ("forward-kl", 1),
+    "reverse-kl, on-policy": ("reverse-kl", 1),
+    "jsd, on-policy": ("jsd", 1),
+    "tv, on-policy": ("tv", 1),
+    "jsd, mixed": ("jsd", 0.5),
 }
+#: Options that all students share, by their defaults here.
+SHARED = {"tokens": 100_000, "max_response": 128, "write_batch": 64, "batch_tokens": 2048, "sampled_vocab": 2048}
+SHARED |= {"epochs": 2, "learning_rate": 2e-4}
 
 
 def train(args: argparse.Namespace, name: str, texts: Path) -> Path:
@@ -52,54 +55,17 @@ def train(args: argparse.Namespace, name: str, texts: Path) -> Path:
     for file in ("texts.jsonl", "texts.json"):
         if (texts / file).exists() and not (out / file).exists():
             shutil.copyfile(texts / file, out / file)
-    argv = ["train", "draft-model", "--target", args.target, "--out", str(out), "--measure", "none", *METHODS[name]]
-    argv += ["--tokens", str(args.tokens), "--epochs", str(args.epochs), "--learning-rate", str(args.learning_rate)]
-    argv += [
-        "--write-batch",
-        str(args.write_batch),
-        "--max-response",
-        str(args.max_response),
-        "--batch-tokens",
-        str(args.batch_tokens),
-        "--warm-up",
-        "3",
-    ]
-    argv += ["--sampled-vocab", str(args.sampled_vocab)]
-    argv += ["--start-from", args.start_from] if args.start_from else []
-    argv += ["--questions", args.questions, "--invented", "0"] if args.questions else []
+    divergence, on_policy = METHODS[name]
+    options = {"target": args.target, "out": out, "measure": "none", "warm_up": 3, "divergence": divergence}
+    options |= {"on_policy": on_policy} if on_policy else {}
+    options |= {option: getattr(args, option) for option in SHARED}
+    options |= {"start_from": args.start_from} if args.start_from else {}
+    options |= {"questions": args.questions, "invented": 0} if args.questions else {}
+    words = [word for option, value in options.items() for word in (f"--{option.replace('_', '-')}", str(value))]
+    argv = ["train", "draft-model", *words]
     if code := crossdraft(argv):
         sys.exit(code)
     return out
-
-
-def respond(args: argparse.Namespace) -> Path:
-    """Recorded responses of the target."""
-    path = args.out / "responses.jsonl"
-    if path.exists():
-        return path
-    target = load_model(args.target)
-    prompts = load_prompts(args.prompts, limit=args.limit)
-    inputs = [encode(target.tokenizer, prompt.turns[:1]) for prompt in prompts]
-    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "seed": 1}
-    responses = generate(target, inputs, drafter="none", **options)
-    lines = [
-        {
-            "id": str(i),
-            "category": prompt.category,
-            "prompt": list(ids),
-            "tokens": item.tokens,
-            "finish_reason": item.finish_reason,
-        }
-        for i, (prompt, ids, item) in enumerate(zip(prompts, inputs, responses, strict=True))
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return path
-
-
-def text(one: Estimate | None, sign: str = "") -> str:
-    if one is None:
-        return "-"
-    return f"{one.value:{sign}.3f}" + ("" if one.low is None else f" [{one.low:{sign}.3f}, {one.high:{sign}.3f}]")
 
 
 def main() -> None:
@@ -112,13 +78,8 @@ def main() -> None:
     parser.add_argument(
         "--questions", default="", help="prompts for the training texts (default: the target invents questions)"
     )
-    parser.add_argument("--tokens", type=int, default=100_000)
-    parser.add_argument("--max-response", type=int, default=128)
-    parser.add_argument("--write-batch", type=int, default=64)
-    parser.add_argument("--batch-tokens", type=int, default=2048)
-    parser.add_argument("--sampled-vocab", type=int, default=2048)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--learning-rate", type=float, default=2e-4)
+    for option, value in SHARED.items():
+        parser.add_argument(f"--{option.replace('_', '-')}", type=type(value), default=value)
     parser.add_argument("--prompts", default="builtin", help="prompts whose responses are replayed")
     parser.add_argument("--limit", type=int, default=48)
     parser.add_argument("--max-new-tokens", type=int, default=64)
@@ -136,34 +97,25 @@ def main() -> None:
         outs.append(train(args, name, outs[0] if outs else args.out / "none"))
     facts = [json.loads((out / "training.json").read_text(encoding="utf-8")) for out in outs]
     models = [*map(str, outs), *([args.start_from] if args.start_from else [])]
-    drafters = [
-        yaml.safe_dump({"name": "draft-model", "model": m}, default_flow_style=True, width=10_000) for m in models
-    ]
+    drafters = [json.dumps({"name": "draft-model", "model": model}) for model in models]
     sampling = Sampling(temperature=args.temperature)
-    candidates = candidates_of(
-        [drafter.strip() for drafter in drafters],
-        [args.verifier],
-        [args.gamma],
-        sampling=sampling,
-        target=args.target,
-    )
-    result = replay(Reader(target=args.target, sampling=sampling).read([str(respond(args))]), candidates)
+    candidates = candidates_of(drafters, [args.verifier], [args.gamma], sampling=sampling, target=args.target)
+    responses = baseline_responses(args.target, args.prompts, sampling, limit=args.limit, maximum=args.max_new_tokens)
+    result = replay(Reader(target=args.target, sampling=sampling, processed=True).read([str(responses)]), candidates)
     tallies = [candidate.tallies[args.verifier, 1] for candidate in result.candidates]
     rows = []
     for i, name in enumerate([*names, args.start_from][: len(tallies)]):
-        less = [difference(tallies[i], args.gamma, other, args.gamma) for other in (tallies[0], tallies[-1])]
+        others = [tallies[0]] if i else [], [tallies[-1]] if args.start_from and i < len(facts) else []
+        less = [
+            "".join(
+                estimate_text(difference(tallies[i], args.gamma, other, args.gamma), "+", digits=3) for other in some
+            )
+            for some in others
+        ]
         held_out = f"{facts[i]['log'][-1]['held_out_acceptance']:.3f}" if i < len(facts) else ""
         minutes = f"{facts[i]['seconds'] / 60:.1f}" if i < len(facts) else ""
-        rows.append(
-            (
-                name,
-                held_out,
-                text(tallies[i].row(args.gamma).block_efficiency),
-                text(less[0], "+") if i else "",
-                text(less[1], "+") if args.start_from and i < len(facts) else "",
-                minutes,
-            )
-        )
+        own = estimate_text(tallies[i].row(args.gamma).block_efficiency, digits=3)
+        rows.append((name, held_out, own, *less, minutes))
     heads = ["method", "held-out", f"BE, gamma {args.gamma}, {args.verifier}", f"less {names[0]}", "less the start"]
     print(tabulate(rows, [*heads, "minutes"], tablefmt="github", disable_numparse=True))
     print(f"\n{result.responses} responses of {result.tokens} tokens; temperature {args.temperature:g}")
