@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -33,42 +33,22 @@ from crossdraft.framework.cli.main import main as crossdraft
 REQUESTS, GAMMA, STEPS = 32, 3, 300
 #: Seed of the prompts; copies of their greedy responses among 512 sampled ones, in training.
 SEED, COPIES = 2, 4
-Damage = Callable[[dict[str, Any], dict[str, Any]], None]
-
-
-def other_base(config: dict[str, Any], tensors: dict[str, Any]) -> None:
-    config["rope_theta"] = 500_000.0
-
-
-def other_layers(config: dict[str, Any], tensors: dict[str, Any]) -> None:
-    config["eagle_aux_hidden_state_layer_ids"] = [layer + 1 for layer in LAYERS]
-
-
-def permuted_layers(config: dict[str, Any], tensors: dict[str, Any]) -> None:
-    config["eagle_aux_hidden_state_layer_ids"] = [LAYERS[2], LAYERS[1], LAYERS[0]]
-
-
-def other_pairs(config: dict[str, Any], tensors: dict[str, Any]) -> None:
-    """Let `write_gguf` convert q and k as they are, so that llama.cpp rotates other pairs of channels."""
-    config["is_neox_style"] = False
-
-
-def no_embedding(config: dict[str, Any], tensors: dict[str, Any]) -> None:
-    del tensors["embed_tokens.weight"]
-
-
-def unharmed(config: dict[str, Any], tensors: dict[str, Any]) -> None:
-    pass
-
-
-#: The damage, the beginning of the hypothesis that names it, and the engines that can be given it.
-DAMAGES: dict[str, tuple[Damage, str, tuple[str, ...]]] = {
-    "none": (unharmed, "as configured", ("vllm", "llama.cpp")),
-    "rotary base 500,000": (other_base, "the rotary base is 500000", ("vllm", "llama.cpp")),
-    "other pairs rotated": (other_pairs, "channels are rotated in pairs of neighbours", ("llama.cpp",)),
-    "layers off by one": (other_layers, "ids of hidden layers are off by one", ("vllm",)),
-    "layers permuted": (permuted_layers, "the inputs of fc are permuted: the head reads [3, 2, 0]", ("llama.cpp",)),
-    "no embedding": (no_embedding, "the heads were trained with the target's embedding", ("vllm", "llama.cpp")),
+#: Key of the layers that a head reads, in its config.
+READS = "eagle_aux_hidden_state_layer_ids"
+BOTH = ("vllm", "llama.cpp")
+#: Changes of a head's config (None removes a tensor), the beginning of the hypothesis that names the damage, and the
+#: engines that can be given it. Without ``is_neox_style`` `write_gguf` lets llama.cpp rotate other pairs of channels.
+DAMAGES: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
+    "none": ({}, "as configured", BOTH),
+    "rotary base 500,000": ({"rope_theta": 500_000.0}, "the rotary base is 500000", BOTH),
+    "other pairs rotated": ({"is_neox_style": False}, "channels are rotated in pairs of neighbours", ("llama.cpp",)),
+    "layers off by one": ({READS: [i + 1 for i in LAYERS]}, "ids of hidden layers are off by one", ("vllm",)),
+    "layers permuted": (
+        {READS: [LAYERS[i] for i in (2, 1, 0)]},
+        "the inputs of fc are permuted: the head reads [3, 2, 0]",
+        ("llama.cpp",),
+    ),
+    "no embedding": ({"embed_tokens.weight": None}, "the heads were trained with the target's embedding", BOTH),
 }
 
 
@@ -83,14 +63,15 @@ def pair(out: Path) -> tuple[Path, Path]:
     return target, head
 
 
-def damaged(head: Path, path: Path, damage: Damage) -> Path:
+def damaged(head: Path, path: Path, changes: Mapping[str, Any]) -> Path:
     """A copy of the head, damaged."""
     shutil.rmtree(path, ignore_errors=True)
     shutil.copytree(head, path)
     tensors = load_file(path / "model.safetensors")
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    damage(config, tensors)
-    save_file(tensors, path / "model.safetensors")
+    config |= {key: value for key, value in changes.items() if value is not None}
+    kept = {name: tensor for name, tensor in tensors.items() if name not in changes}
+    save_file(kept, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return path
 
