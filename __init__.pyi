@@ -38,10 +38,6 @@ from .framework.contracts.drafter import StrategyConfig as StrategyConfig
 from .framework.contracts.drafter import TextDistribution as TextDistribution
 from .framework.contracts.hookspecs import Register as Register
 from .framework.contracts.hookspecs import hookimpl as hookimpl
-from .framework.contracts.launcher import Launcher as Launcher
-from .framework.contracts.launcher import LauncherConfig as LauncherConfig
-from .framework.contracts.launcher import Work as Work
-from .framework.contracts.launcher import Worker as Worker
 from .framework.contracts.lm import LM as LM
 from .framework.contracts.lm import Fork as Fork
 from .framework.contracts.misconfiguration import Misconfiguration as Misconfiguration
@@ -93,9 +89,11 @@ from .framework.util.output_files import cache_dir as cache_dir
 from .framework.util.static_trees import TreeShape as TreeShape
 from .framework.util.static_trees import tree_constant as tree_constant
 from .framework.util.static_trees import tree_families as tree_families
+from .framework.util.stored_code import own_directory as own_directory
 from .framework.util.stored_code import own_path as own_path
 from .framework.util.table import Table as Table
 from .framework.util.tensors import Gathered as Gathered
+from .framework.util.tensors import ancestor_mask as ancestor_mask
 from .framework.util.tensors import at_once as at_once
 from .framework.util.tensors import columns as columns
 from .framework.util.tensors import counting as counting

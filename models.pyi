@@ -17,6 +17,7 @@ from .framework.lm.layer_surgery import close as close
 from .framework.lm.layer_surgery import recorded as recorded
 from .framework.lm.ragged_lm import RaggedLM as RaggedLM
 from .framework.lm.recomputing_lm import scoring_slots as scoring_slots
+from .framework.lm.transformers_lm import check_model as check_model
 from .framework.models.adapters import refuse_adapter as refuse_adapter
 from .framework.models.adapters import split_adapter as split_adapter
 from .framework.models.chat import encode as encode

@@ -59,6 +59,7 @@ _PACKAGES |= {("verifiers", "by-shape"): "by-shape"}
 _CALLED = {
     "runner of engines": ("crossdraft-advisor", "crossdraft_advisor.engines.engine_cell:EngineCell"),
     "runner of launchers": ("crossdraft-cluster", "crossdraft_cluster.launched_run:Launch"),
+    "tensor parallelism": ("crossdraft-cluster", "crossdraft_cluster.split_placement:Split"),
     "roofline": ("crossdraft-advisor", "crossdraft_advisor.roofline.roofline:modelled"),
 }
 _COMMAND = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
@@ -387,12 +388,13 @@ def _import(reference: str) -> Any:
 
 #: Base classes of kinds, in `contracts`.
 _BASES = {"drafters": "drafter:Drafter", "verifiers": "verifier:Verifier", "trainers": "options:Options"}
-_BASES |= {"backends": "models:Backend", "preparations": "models:ModelPreparation", "launchers": "launcher:Launcher"}
+_BASES |= {"backends": "models:Backend", "preparations": "models:ModelPreparation"}
 #: Base class and required methods of kinds whose base class this layer does not import.
 _METHODS = {
     "engines": ("crossdraft_advisor.Engine", ("cannot", "scheduled", "export")),
     "acceptance_formats": ("crossdraft_advisor.AcceptanceFormat", ("read",)),
     "response_formats": ("crossdraft_advisor.ResponseFormat", ("rows",)),
+    "launchers": ("crossdraft_cluster.launcher.Launcher", ("devices", "start")),
     "servers": ("crossdraft_advisor.EngineServer", ("start", "complete", "stop")),
     "reports": ("crossdraft.Report", ("render",)),
 }

@@ -35,14 +35,14 @@ from ..engine.decoder import Decoder
 from ..errors import CrossdraftError, ModelError, UsageError
 from ..lm.cuda_graphs import runner_for
 from ..lm.forward_pass import each_preparation
-from ..lm.tensor_parallel_lm import Tables
+from ..lm.tables import Tables
 from ..lm.trainable_lm import learner_of, trainable_copy
 from ..lm.transformers_lm import TransformersLM
 from ..lm.vocab_adapter import adapt_vocab
 from ..models.checkpoint import load_checkpoint
 from ..models.digests import file_sha256
 from ..models.load import load_model, same_tokenizer
-from ..models.placement import input_device, is_split, is_spread
+from ..models.placement import input_device, is_spread, split_of
 from ..models.resolve import resolve
 from ..models.shared_embedding import shares_embedding
 from ..plugins import entries, get, guarded, traits_of
@@ -298,8 +298,9 @@ def _readable_target(loaded: LoadedModel) -> Any:
     """The target's module as drafters may read it: `Tables` if it is on several devices, None for other backends."""
     if loaded.backend != TRANSFORMERS:
         return None
-    distributed = is_split(loaded.model) or is_spread(loaded.model)
-    return Tables(loaded.model) if distributed else loaded.model
+    if split := split_of(loaded.model):
+        return split.tables(loaded.model)
+    return Tables(loaded.model) if is_spread(loaded.model) else loaded.model
 
 
 def _make_drafter(drafter: Configured, context: DraftContext) -> Drafter:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..cost.summary import Summary
 from ..errors import UsageError
-from ..models.distributed import SPLIT
+from ..models.placement import SPLIT
 from ..recipe.recipe import Recipe
 from ..runs.shards import Shard
 

@@ -20,7 +20,7 @@ from tempfile import gettempdir
 
 from .. import plugins
 from ..errors import CrossdraftError, printable
-from ..models import distributed
+from ..models.placement import process_count
 from ..runs.interrupts import interrupting
 from ..util.releases import release
 from . import standard_streams
@@ -36,19 +36,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     if sys.stderr is None or not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # including bars of libraries; in a file each update would be a line
-    if distributed.rank():  # torchrun's other processes follow rank 0
-        from ..lm.tensor_parallel_lm import follow
-
-        return follow()
-    # SIGTERM and SIGHUP act like Ctrl-C.
-    with standard_streams.cleaned(), interrupting(), distributed.lead_processes():
-        return _main(argv)
+    with standard_streams.cleaned(), interrupting():  # SIGTERM and SIGHUP act like Ctrl-C
+        return _main(argv, lead=process_count() > 1)
 
 
-def _main(argv: list[str]) -> int:
+def _main(argv: list[str], lead: bool = False) -> int:
     args, debug = None, False
     try:
         gettempdir()  # without one PyTorch cannot be imported, and a list would call each plug-in unusable
+        if lead:  # the other processes of torchrun, which follow
+            return plugins.of_companion("tensor parallelism").lead(lambda: _main(argv))
         known, unknown = _parser(argv[0] if argv else "").parse_known_args(argv)
         if unknown:
             known.refuse(f"unrecognized arguments: {' '.join(unknown)}; a value follows its option: --target MODEL")

@@ -95,7 +95,7 @@ def crossdraft_register_servers(register: Register) -> None:
 
 @hookspec
 def crossdraft_register_launchers(register: Register) -> None:
-    """Register subclasses of `crossdraft.Launcher`, each under its own ``name``, for ``crossdraft run --launcher``."""
+    """Register subclasses of `crossdraft_cluster.launcher.Launcher`, for ``crossdraft run --launcher``."""
 
 
 @hookspec

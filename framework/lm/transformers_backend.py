@@ -48,8 +48,8 @@ class TransformersBackend(Backend):
         return load_transformers(resolved, **options)
 
     def slots(self, loaded: LoadedModel, batch_size: int, max_length: int) -> LM:
-        from ..models.placement import is_split
-        from .tensor_parallel_lm import SplitLM
+        from ..models.placement import split_of
         from .transformers_lm import model_slots
 
-        return (SplitLM if is_split(loaded.model) else model_slots)(loaded.model, batch_size, max_length)
+        split = split_of(loaded.model)
+        return (split.slots if split else model_slots)(loaded.model, batch_size, max_length)

@@ -6,7 +6,7 @@ Weights are read from safetensors only, because pickles can run code.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from threading import RLock
@@ -17,7 +17,7 @@ from ..contracts.checkpoint_kinds import Identity, identify, unknown_tensors
 from ..contracts.models import LoadedModel, ResolvedModel
 from ..errors import CrossdraftError, ModelError, UsageError, first_line, printable, quoted
 from ..util.shared_patch import SharedPatch
-from . import distributed, placement
+from . import placement
 from .adapters import merge_adapter
 from .configs import COMPACT_WEIGHTS, check_against_weights, check_files, read_config, tensor_shapes
 from .device import pick_dtype
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
-    from .placement import Device
+    from .placement import Device, Spread
 
 
 def load_model(
@@ -49,7 +49,7 @@ def load_model(
         dtype: a torch dtype or its name; for ``"auto"`` see `pick_dtype`.
         device: a torch device or its name; for ``"auto"`` see `pick_device`. For models larger than one device:
             ``"spread"``, or a mapping from module names to devices (accelerate's ``device_map``); ``"tp"`` under
-            ``torchrun``, see `models.distributed`.
+            ``torchrun``, with crossdraft-cluster.
         trust_remote_code: allow the model to run Python code from its own directory. It does not extend to the owner of
             a shared embedding, nor to code fetched from another repository.
         attn_implementation: passed to transformers.
@@ -60,7 +60,12 @@ def load_model(
         UsageError: unknown name, dtype or device, or an unsupported combination.
         ModelError: the model is incomplete, damaged, pickled, or has missing weights.
     """
-    distributed.check_processes(device)
+    count = placement.process_count()
+    if count > 1 and isinstance(device, str) and device != placement.SPLIT:
+        raise UsageError(
+            f"torchrun started {count} processes, but device {device} uses only one; set device {placement.SPLIT} to "
+            "split the target over them, or start one process"
+        )
     options: Any = {
         "dtype": dtype,
         "trust_remote_code": trust_remote_code,
@@ -72,12 +77,8 @@ def load_model(
         backend = plugins.get("backends", resolved.backend)()
         return backend.load(resolved, device=device, share_with=share_with, **options)
 
-    if device != distributed.SPLIT:
-        return load()
-    key = distributed.next_key()
-    loaded = distributed.run_everywhere(load, "load", key, name, options)
-    placement.register_split(loaded.model, key)
-    return loaded
+    spread = placement.several_devices(device)
+    return load() if spread is None else spread.load(load, name, options)
 
 
 def load_transformers(
@@ -92,6 +93,7 @@ def load_transformers(
     """`load_model` for directories of transformers."""
     name = resolved.name
     like: Any = share_with.model if share_with else None
+    spread = placement.several_devices(device)
     first_device = like.device if like is not None and device == "auto" else placement.first_device(device)
     precision = like.dtype if like is not None and dtype == "auto" else pick_dtype(dtype, first_device)
     shared = shared_embedding_of(resolved.path)
@@ -99,9 +101,8 @@ def load_transformers(
         check_code_is_here(name, path)
     if shared is not None and share_with is None:
         check_owner(name, resolved.path)
-    config, shapes, identity = _checked_files(resolved, shared, device, attn_implementation)
-    place = device if placement.several_devices(device) else first_device
-    placement_options = placement.load_options(name, place, resolved.quantization)
+    config, shapes, identity = _checked_files(resolved, shared, spread, attn_implementation)
+    placement_options = placement.load_options(name, spread, first_device, resolved.quantization)
     options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     compact = shared is not None and (resolved.path / COMPACT_WEIGHTS).is_file()
     # Silence warnings about the embedding that is added below, and about layers that cannot be quantised.
@@ -131,13 +132,9 @@ def load_transformers(
     if shared is not None:
         owner = share_with or _owner(name, shared["model"], dtype=precision, device=first_device)
         missing -= adopt_embedding(name, model, owner, shared)
-    if missing or unexpected:
-        raise ModelError(
-            f"the weights of {name} do not match its config.json: missing {listed(missing)}; "
-            f"unexpected {listed(unexpected)}; correct config.json or the weights (heads of a drafter are the model of "
-            "that drafter, and quantised weights need their quantization_config)"
-        )
-    placement.check_split(name, model, device)
+    _check_tensors(name, missing, unexpected)
+    if spread is not None:
+        spread.check_model(name, model)
     tokenizer = _tokenizer(name, tokenizer_directory(resolved), owner, options)
     text_config = model.config.get_text_config()
     holders = (model.generation_config, text_config, tokenizer)
@@ -153,7 +150,7 @@ def load_transformers(
 
 
 def _checked_files(
-    resolved: ResolvedModel, shared: Any, device: Device, attn_implementation: str | None
+    resolved: ResolvedModel, shared: Any, spread: Spread | None, attn_implementation: str | None
 ) -> tuple[dict[str, Any], dict[str, Any], Identity | None]:
     """Config, shapes of tensors and identity of a model that can be loaded like this; Usage- or ModelError."""
     name = resolved.name
@@ -172,18 +169,28 @@ def _checked_files(
         )
     check_against_weights(resolved.path, config, shapes, without=("vocab_size",) if shared else ())
     check_files(resolved.path)
-    if shared is not None and placement.several_devices(device):
+    if shared is not None and spread is not None:
         raise UsageError(
             f"{name} shares the embedding of {shared['model']}, so it must be on a single device; use cpu or cuda"
         )
-    placement.check_divides(name, config, device)
-    if resolved.adapter is not None and (shared is not None or placement.several_devices(device)):
+    if spread is not None:
+        spread.check_config(name, config)
+    if resolved.adapter is not None and (shared is not None or spread is not None):
         reason = f"shares the embedding of {shared['model']}" if shared else "is placed on several devices"
         raise UsageError(
             f"{printable(name)}: the base {reason}, so an adapter cannot be merged into it on load; give the directory "
             "of the merged model"
         )
     return config, shapes, identity
+
+
+def _check_tensors(name: str, missing: set[str], unexpected: Collection[str]) -> None:
+    if missing or unexpected:
+        raise ModelError(
+            f"the weights of {name} do not match its config.json: missing {listed(missing)}; "
+            f"unexpected {listed(unexpected)}; correct config.json or the weights (heads of a drafter are the model of "
+            "that drafter, and quantised weights need their quantization_config)"
+        )
 
 
 def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> str | None:

@@ -69,8 +69,6 @@ def test_invalid_placements_raise(target: str, tmp_path: Path, monkeypatch: Any)
     for device, sentence in (({}, "the device map is empty"), ({"": "disc"}, "'disc'"), ({"": None}, "None in the")):
         with pytest.raises(UsageError, match=sentence):
             load_model(target, device=device)
-    with pytest.raises(UsageError, match="torchrun --nproc-per-node N -m crossdraft"):
-        load_model(target, device="tp")
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(ModelError, match=r"pip install -e '.\[spread\]'"):
         load_model(target, device="spread")
@@ -82,5 +80,3 @@ def test_under_torchrun_target_on_one_device_is_refused(target: str, monkeypatch
         monkeypatch.setenv(key, value)
     with pytest.raises(UsageError, match="torchrun started 2 processes, but device auto uses only one"):
         load_model(target)
-    with pytest.raises(UsageError, match="supported by the crossdraft command only"):
-        load_model(target, device="tp")

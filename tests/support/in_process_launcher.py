@@ -4,8 +4,9 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from crossdraft_cluster.launcher import Launcher, LauncherConfig, Work, Worker
+
 from crossdraft.framework.cli import main as cli
-from crossdraft.framework.contracts.launcher import Launcher, LauncherConfig, Work, Worker
 
 
 class Called(Worker):

@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ...errors import ModelError, first_line
-from ...models.placement import input_device, is_split, is_spread
+from ...models.placement import input_device, is_spread, split_of
 from ...util.compilation import jit_compile
 
 #: Its name in transformers: ``attn_implementation: flex_attention``.
@@ -43,7 +43,7 @@ def refusals(model: Any) -> Iterator[str]:
             f"was loaded with {FLEX}, but PyTorch compiles code on a CPU again for every length of a text, which "
             f"takes longer than the text{hint}"
         )
-    if is_spread(model) or is_split(model):
+    if is_spread(model) or split_of(model):
         yield f"was loaded with {FLEX}, whose masks lie on one device, but the model is on several devices{hint}"
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from crossdraft import CrossdraftError, Launcher, UsageError, Work, Worker, printable
+from crossdraft import CrossdraftError, UsageError, printable
 from crossdraft.commands import fault
 from crossdraft.framework import plugins
 from crossdraft.framework.models.placement import SPREAD
@@ -25,6 +25,8 @@ from crossdraft.framework.runs.interrupts import user_interrupted
 from crossdraft.framework.runs.shards import FILE, Shard, merge_environments
 from crossdraft.framework.runs.state import Reporter
 from crossdraft.runs import CellResult, RunDirectory, Summary
+
+from .launcher import Launcher, Work, Worker
 
 #: Seconds between two polls of the workers.
 POLL_INTERVAL = 0.2

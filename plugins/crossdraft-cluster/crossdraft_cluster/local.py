@@ -7,8 +7,7 @@ import subprocess
 from collections import Counter
 from typing import Any
 
-from crossdraft import Launcher, Work, Worker
-from crossdraft.framework.contracts.launcher import exit_status
+from .launcher import Launcher, Work, Worker, exit_status
 
 
 class Local(Launcher):

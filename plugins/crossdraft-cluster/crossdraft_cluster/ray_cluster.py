@@ -8,7 +8,9 @@ from typing import Any
 
 from pydantic import Field
 
-from crossdraft import Launcher, LauncherConfig, UsageError, Work, Worker, first_line, need
+from crossdraft import UsageError, first_line, need
+
+from .launcher import Launcher, LauncherConfig, Work, Worker
 
 
 class RayConfig(LauncherConfig):

@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from crossdraft import Launcher, LauncherConfig, UsageError, Work, Worker, first_line, need
-from crossdraft.framework.util.stored_code import own_directory
+from crossdraft import UsageError, first_line, need, own_directory
+
+from .launcher import Launcher, LauncherConfig, Work, Worker
 
 
 class SlurmConfig(LauncherConfig):

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 from crossdraft_cluster import local
+from crossdraft_cluster.launcher import LauncherConfig, Work, exit_status
 from in_process_launcher import fresh
 from tiny_runs import output
-
-from crossdraft.framework.contracts.launcher import LauncherConfig, Work, exit_status
 
 SETTINGS = ["drafters=[prompt-lookup]", "limit=2", "max_new_tokens=5"]
 SETTINGS += ["matrix={batch_size: [1, 3]}", "sampling.temperature=1", "exclude=[]", "verifiers=[token]"]

@@ -19,12 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crossdraft import Fork, ModelError, ModelPreparation, on_device
+from crossdraft import Fork, ModelError, ModelPreparation, ancestor_mask, on_device
 from crossdraft.framework.lm.architectures import longrope_boundary, needs_trial, outgrows_longrope
 from crossdraft.framework.lm.ragged_lm import borrowed
-from crossdraft.framework.lm.transformers_lm import check_model
-from crossdraft.framework.util.tensors import ancestor_mask
-from crossdraft.models import ForwardPass, RaggedLM, text_config
+from crossdraft.models import ForwardPass, RaggedLM, check_model, text_config
 
 _thread = threading.local()
 

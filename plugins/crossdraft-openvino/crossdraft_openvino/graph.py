@@ -36,9 +36,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface
 
-from crossdraft import ModelError, cache_dir
+from crossdraft import ModelError, cache_dir, own_directory
 from crossdraft.framework.models.device import cpu_model
-from crossdraft.framework.util.stored_code import own_directory
 from crossdraft.models import recorded, text_config
 
 #: Tokens of a block of keys and values.

@@ -26,13 +26,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from crossdraft import CrossdraftError, ModelError, ModelPreparation, counting
+from crossdraft import CrossdraftError, ModelError, ModelPreparation, ancestor_mask, counting
 from crossdraft.framework.bench.memory import total_memory
 from crossdraft.framework.lm.architectures import TRIAL_LENGTH, refuse_unsupported, trial
 from crossdraft.framework.lm.forward_pass import prepare
 from crossdraft.framework.lm.layer_surgery import resolved
 from crossdraft.framework.lm.transformers_lm import TransformersLM
-from crossdraft.framework.util.tensors import ancestor_mask
 from crossdraft.models import (
     AttentionMasks,
     ForwardPass,

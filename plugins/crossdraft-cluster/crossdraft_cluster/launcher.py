@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..errors import UsageError
-from .options import Options
+from crossdraft import UsageError
+from crossdraft.commands import Options
 
 
 class LauncherConfig(Options):

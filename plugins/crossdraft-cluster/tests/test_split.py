@@ -14,9 +14,8 @@ from safetensors.torch import save_file
 from tiny_models import save_model
 from tiny_runs import cells, output
 
+from crossdraft import UsageError, load_model
 from crossdraft.framework import plugins
-
-pytestmark = pytest.mark.slow
 
 H = 16
 RECIPE = """\
@@ -35,6 +34,16 @@ drafters:
 verifiers: [token, traversal]
 matrix: {{temperature: [1.0]}}
 """
+
+
+def test_split_target_outside_of_command_raises(tmp_path: Path, monkeypatch: Any) -> None:
+    target = save_model(tmp_path / "target")
+    with pytest.raises(UsageError, match="torchrun --nproc-per-node N -m crossdraft"):
+        load_model(target, device="tp")
+    for key, value in {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "0"}.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(UsageError, match="supported by the crossdraft command only"):
+        load_model(target, device="tp")
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +89,7 @@ def _run(directory: Path, text: str, processes: int, *more: str) -> subprocess.C
     return _crossdraft(["run", "recipe.yaml", "--untimed", *more], directory, processes)
 
 
+@pytest.mark.slow
 def test_two_processes_match_one_and_reuse_run(tmp_path: Path, paths: dict[str, str]) -> None:
     """All kinds of drafters: chains, trees, heads on hidden states, tables; only one process writes files."""
     one = _run(tmp_path / "one", RECIPE.format(device="cpu", **paths), 1)
@@ -106,6 +116,7 @@ def _steps(cell: Path) -> list[dict[str, Any]]:
     return parquet.read_table(cell / "steps.parquet").drop_columns(["cell"]).to_pylist()
 
 
+@pytest.mark.slow
 def test_unsupported_split_target_options_raise(tmp_path: Path, paths: dict[str, str]) -> None:
     def sentence(text: str, processes: int = 2) -> str:
         done = _run(tmp_path, text, processes)
@@ -122,6 +133,7 @@ def test_unsupported_split_target_options_raise(tmp_path: Path, paths: dict[str,
     assert "device tp" in sentence(text.replace("device: tp", "device: cpu"))
 
 
+@pytest.mark.slow
 def test_process_that_dies_ends_all(tmp_path: Path, paths: dict[str, str]) -> None:
     """The second process exits in the middle of a pass: no deadlock, and files on disk are complete."""
     text = RECIPE.format(device="tp", **paths)

@@ -2,7 +2,7 @@
 
 Rank 0 runs the command: sampling, drafting, files and output. It broadcasts each operation of the model, and all ranks
 execute it collectively. Decisions are made in one process only; followers have no files, clock or drafter. This module
-is the broadcast; the operations are defined in `lm.tensor_parallel_lm`.
+is the broadcast; the operations are defined in `split_lm`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..errors import ModelError, UsageError, message_of
+from crossdraft import CrossdraftError, ModelError, first_line
+from crossdraft.framework.models.placement import process_count
 
 if TYPE_CHECKING:
     import torch
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Device name of a tensor-parallel model.
-SPLIT = "tp"
 #: Timeout of collectives: followers block while a server waits for requests.
 _TIMEOUT = timedelta(days=30)
 
@@ -41,35 +40,14 @@ _state = _State()
 _keys = itertools.count()
 
 
-def count() -> int:
-    """Number of processes started by ``torchrun``; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
-
-
 def rank() -> int:
     """Rank of this process; 0 leads."""
-    return int(os.environ.get("RANK", "0")) if count() > 1 else 0
+    return int(os.environ.get("RANK", "0")) if process_count() > 1 else 0
 
 
 def local_rank() -> int:
     """Rank on this machine, which is the index of its GPU."""
-    return int(os.environ.get("LOCAL_RANK", "0")) if count() > 1 else 0
-
-
-def check_processes(device: Any) -> None:
-    """Raise UsageError if a target's ``device`` does not match the number of processes."""
-    if device == SPLIT and count() == 1:
-        raise UsageError(
-            f"device {SPLIT} needs several processes, but only one is running; start them with "
-            "torchrun --nproc-per-node N -m crossdraft ..."
-        )
-    if device == SPLIT and not _state.initialized:
-        raise UsageError(f"device {SPLIT} is supported by the crossdraft command only; use another device in scripts")
-    if isinstance(device, str) and device != SPLIT and count() > 1:
-        raise UsageError(
-            f"torchrun started {count()} processes, but device {device} uses only one; set device {SPLIT} to split the "
-            "target over them, or start one process"
-        )
+    return int(os.environ.get("LOCAL_RANK", "0")) if process_count() > 1 else 0
 
 
 def init_process_group() -> None:
@@ -88,7 +66,7 @@ def init_process_group() -> None:
 @contextmanager
 def lead_processes() -> Iterator[None]:
     """Lead the other processes, and end them on exit; does nothing with one process."""
-    if count() == 1:
+    if process_count() == 1:
         yield
         return
     from torch import distributed
@@ -172,10 +150,10 @@ def _first_error(error: Exception | None) -> str:
     """First error message over all processes, "" if all succeeded; a collective call."""
     from torch import distributed
 
-    message = "" if error is None else message_of(error)
-    messages: list[Any] = [None] * count()
+    message = str(error) if isinstance(error, CrossdraftError) else "" if error is None else first_line(error)
+    messages: list[Any] = [None] * process_count()
     distributed.all_gather_object(messages, message)
-    return next((f"{text} (process {i + 1} of {count()})" for i, text in enumerate(messages) if text), "")
+    return next((f"{text} (process {i + 1} of {process_count()})" for i, text in enumerate(messages) if text), "")
 
 
 @contextmanager
@@ -191,6 +169,11 @@ def collective() -> Iterator[None]:
     finally:
         _state.in_collective = False
     _state.failed = False
+
+
+def initialized() -> bool:
+    """True if the processes are connected: in a command, not in a script."""
+    return _state.initialized
 
 
 def has_failed() -> bool:
