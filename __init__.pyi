@@ -1,7 +1,6 @@
 from .drafters.autoregressive.draft_model import DraftModel as DraftModel
 from .framework.api.build import find_drafter as find_drafter
 from .framework.api.build import make_verifier as make_verifier
-from .framework.api.custom_generate import custom_generate as custom_generate
 from .framework.api.generate import generate as generate
 from .framework.api.generate import stream as stream
 from .framework.bench.matrix import load_recipe as load_recipe

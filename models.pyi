@@ -1,12 +1,15 @@
 from .framework.api.build import Configured as Configured
+from .framework.api.build import StrategyLike as StrategyLike
 from .framework.api.build import TargetContext as TargetContext
 from .framework.api.build import build_decoder as build_decoder
 from .framework.api.build import configured as configured
 from .framework.api.build import load_draft_model as load_draft_model
 from .framework.api.build import make_slots as make_slots
+from .framework.api.generate import check_ids as check_ids
 from .framework.api.generate import pair_decoder as pair_decoder
 from .framework.contracts.models import TRANSFORMERS as TRANSFORMERS
 from .framework.engine.decoder import Decoder as Decoder
+from .framework.engine.logits_processors import LogitsProcessors as LogitsProcessors
 from .framework.lm.architectures import text_config as text_config
 from .framework.lm.attention_masks import AttentionMasks as AttentionMasks
 from .framework.lm.forward_pass import ForwardPass as ForwardPass

@@ -235,7 +235,7 @@ def _prepare(model: str | LoadedModel, inputs: Any, options: StreamOptions, live
     if not isinstance(model, str | LoadedModel):
         raise UsageError(
             f"model is a {type(model).__name__}; pass a name or the result of crossdraft.load_model, or call "
-            "model.generate(..., custom_generate=crossdraft.custom_generate)"
+            "model.generate(..., custom_generate=custom_generate), of crossdraft_server.custom_generate"
         )
     texts = separate(inputs)
     count = len(texts)

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from crossdraft_server.custom_generate import custom_generate
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from crossdraft import LoadedModel, custom_generate, generate
+from crossdraft import LoadedModel, generate
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.lm.attention import sdpa
 from crossdraft.framework.lm.layer_surgery import own_modules

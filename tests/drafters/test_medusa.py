@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from crossdraft_server.custom_generate import custom_generate
 from medusa_heads import HEADS, NEW, PROMPTS, TREE, H, hidden_of, propose
 from torch import Tensor
 from torch.nn import functional
 
-import crossdraft
 from crossdraft.drafters.heads.medusa.drafter import Medusa
 from crossdraft.drafters.heads.medusa.weights import MedusaHeads, save_heads
 from crossdraft.framework.contracts.draft import Draft
@@ -119,7 +119,7 @@ def test_through_generate_of_transformers(tiny_model: Callable, plain: list[list
     ids = torch.tensor([PROMPTS[1]])
     drafter = {"name": "medusa", "model": trained, "choices": TREE}
     out = tiny_model("llama").generate(
-        ids, max_new_tokens=NEW, do_sample=False, custom_generate=crossdraft.custom_generate, drafter=drafter
+        ids, max_new_tokens=NEW, do_sample=False, custom_generate=custom_generate, drafter=drafter
     )
     assert out[0, ids.shape[1] :].tolist() == plain[1][:NEW]
 

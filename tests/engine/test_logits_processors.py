@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from crossdraft_server.custom_generate import custom_generate
 from tiny_models import save_model
 from transformers.generation import logits_process as lp
 
-from crossdraft import LoadedModel, custom_generate, generate, load_model
+from crossdraft import LoadedModel, generate, load_model
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import ContractError, UsageError
 

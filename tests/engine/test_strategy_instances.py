@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossdraft_server.custom_generate import custom_generate
 from tiny_models import save_model
 
 from crossdraft import (
@@ -18,7 +19,6 @@ from crossdraft import (
     StrategyConfig,
     UsageError,
     Verifier,
-    custom_generate,
     generate,
     load_model,
     make_verifier,

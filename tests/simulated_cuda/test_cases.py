@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossdraft_server.custom_generate import custom_generate
 from crossdraft_simulated_cuda import installed
 from on_both_devices import on_both_devices
 from oracle_trees import PROMPTS
@@ -19,7 +20,7 @@ from tiny_architectures import tiny
 from tiny_models import save_model
 from transformers import CONFIG_MAPPING, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
-from crossdraft import LoadedModel, custom_generate, generate, load_model, stream
+from crossdraft import LoadedModel, generate, load_model, stream
 from crossdraft.framework.bench.matrix import load_recipe
 from crossdraft.framework.bench.run import run as run_recipe
 from crossdraft.framework.lm import cuda_graphs

@@ -12,11 +12,10 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_
 
 from crossdraft import Constraint, CrossdraftError, Sampling, UsageError, quoted
 from crossdraft.commands import Options, fault
-from crossdraft.framework.api.generate import check_ids
 from crossdraft.framework.api.generate_args import check_text
 from crossdraft.framework.contracts.constraint import checked_constraint
 from crossdraft.framework.contracts.steps import Request
-from crossdraft.models import encode_messages, encode_text, template_message
+from crossdraft.models import check_ids, encode_messages, encode_text, template_message
 
 from .decoder_pool import DecoderPool
 from .tools import CallFormat, Tool, ToolCall, call_format, tool_call

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from decoding_fixtures import answers, expected, model  # noqa: F401
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""crossdraft for transformers: ``model.generate(..., custom_generate=crossdraft.custom_generate)``.
+"""crossdraft for transformers: ``model.generate(..., custom_generate=custom_generate)``.
 
 ``generate`` takes some eighty settings and arguments. Each of them is honoured, harmless (it changes no token here) or
 refused with an error; `FIELDS` and `ARGUMENTS` list which. Settings that a later transformers adds are refused until
@@ -22,15 +22,10 @@ from transformers.generation import logits_process
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..contracts.models import LoadedModel
-from ..contracts.sampling import Sampling
-from ..contracts.steps import StepEvent
-from ..engine.logits_processors import LogitsProcessors, Processor
-from ..errors import UsageError
-from ..util.foreign_keys import Key, read_keys, refused_keys, unused_keys
-from .build import StrategyLike
-from .generate import check_ids, pair_decoder
-from .generate_args import as_int, checked_sampling
+from crossdraft import LoadedModel, Sampling, StepEvent, UsageError
+from crossdraft.framework.api.generate_args import as_int, checked_sampling
+from crossdraft.heads import Key, read_keys, refused_keys, unused_keys
+from crossdraft.models import LogitsProcessors, StrategyLike, check_ids, pair_decoder
 
 _BATCH = "it reads the whole batch, but crossdraft scores each text separately"
 _WARPER = "only temperature, top_k, top_p and min_p can warp the distribution"
@@ -115,7 +110,7 @@ def custom_generate(
     seed: int | None = None,
     **model_kwargs: Any,
 ) -> Any:
-    """Decode for ``model.generate(..., custom_generate=crossdraft.custom_generate, drafter=..., verifier=...)``.
+    """Decode for ``model.generate(..., custom_generate=custom_generate, drafter=..., verifier=...)``.
 
     Honours the following fields of the generation config (the model's own one included): max_length, max_new_tokens,
     eos_token_id, pad_token_id, do_sample, temperature, top_k, top_p, min_p, num_return_sequences and
@@ -229,9 +224,9 @@ def _equal(a: Any, b: Any) -> bool:
         return False
 
 
-def _processors(configured: Iterable[Any], sampling: Sampling) -> list[Processor]:
+def _processors(configured: Iterable[Any], sampling: Sampling) -> list[Any]:
     """The processors that transformers runs before the warpers of ``sampling``, which are checked and dropped."""
-    warpers, processors = sampling.warpers(), list[Processor]()
+    warpers, processors = sampling.warpers(), list[Any]()
     count = len(warpers)
     for processor in configured:
         if warpers and type(processor) is type(warpers[0]) and vars(processor) == vars(warpers[0]):
@@ -244,10 +239,10 @@ def _processors(configured: Iterable[Any], sampling: Sampling) -> list[Processor
     return processors
 
 
-def _by_row(processors: Sequence[Any], rows: int) -> Callable[[int], list[Processor]]:
+def _by_row(processors: Sequence[Any], rows: int) -> Callable[[int], list[Any]]:
     """The processors by row; a processor with the padding lengths of all rows gets that of its row."""
 
-    def processors_of(row: int) -> list[Processor]:
+    def processors_of(row: int) -> list[Any]:
         selected = []
         for processor in processors:
             ignored = getattr(processor, "prompt_ignore_length", None)

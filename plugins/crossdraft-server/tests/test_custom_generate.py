@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from crossdraft_server import custom_generate as door
+from crossdraft_server.custom_generate import custom_generate
 from transformers import CompileConfig, DynamicCache, GenerationConfig, GenerationMixin, LlamaForCausalLM
 from transformers.generation import logits_process as lp
 from transformers.generation import stopping_criteria as sc
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from crossdraft import custom_generate
-from crossdraft.framework.api import custom_generate as door
 from crossdraft.framework.errors import UsageError
 from crossdraft.framework.util.cache_argument import cache_argument
 from crossdraft.framework.util.foreign_keys import Key
@@ -66,7 +66,7 @@ def test_every_argument_of_this_transformers_is_in_table() -> None:
 
 
 def test_docs_list_every_field_and_argument() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "python.md").read_text(encoding="utf-8")
     honoured, rest = page.partition("**Honoured**")[2].split("**Rejected**")
     refused, harmless = rest.split("**Without effect")
     parts = {

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from crossdraft_server.custom_generate import custom_generate
 from recording_streamer import Listener
 
-from crossdraft import custom_generate
 from crossdraft.framework.errors import UsageError
 
 IDS = torch.tensor([[0, 0, 5, 6, 7, 5, 6], [9, 8, 7, 9, 8, 7, 9]])
