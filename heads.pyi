@@ -7,6 +7,7 @@ from .drafters.heads.config_keys import file_keys as file_keys
 from .drafters.heads.config_keys import nested_keys as nested_keys
 from .drafters.heads.config_keys import option_keys as option_keys
 from .drafters.heads.config_keys import remark as remark
+from .drafters.heads.eagle3 import LAYERS as LAYERS
 from .drafters.heads.eagle3 import Eagle3Head as Eagle3Head
 from .drafters.heads.eagle3 import named_layers as named_layers
 from .drafters.heads.eagle3 import read_head as read_head

@@ -19,6 +19,7 @@ from .framework.metrics.intervals import pieces_needed as pieces_needed
 from .framework.metrics.intervals import ratio as ratio
 from .framework.metrics.intervals import ratio_difference as ratio_difference
 from .framework.metrics.pieces import Piece as Piece
+from .framework.recipe.prompts import refuse_constraints as refuse_constraints
 from .framework.recipe.recipe import CellConfig as CellConfig
 from .framework.recipe.recipe import Strategy as Strategy
 from .framework.runs.labels import counted as counted

@@ -59,6 +59,7 @@ _PACKAGES |= {("verifiers", "by-shape"): "by-shape"}
 _CALLED = {
     "runner of engines": ("crossdraft-advisor", "crossdraft_advisor.engines.engine_cell:EngineCell"),
     "runner of launchers": ("crossdraft-cluster", "crossdraft_cluster.launched_run:Launch"),
+    "running of some layers": ("crossdraft-layers", "crossdraft_layers.layer_fork:LayerFork"),
     "tensor parallelism": ("crossdraft-cluster", "crossdraft_cluster.split_placement:Split"),
     "roofline": ("crossdraft-advisor", "crossdraft_advisor.roofline.roofline:modelled"),
 }

@@ -184,3 +184,10 @@ def test_notifications_reach_everyone(install: Any, caplog: Any) -> None:
     plugins.notify("crossdraft_cell_finished", run={"name": "r"}, cell={"id": "c"})
     assert events == [({"name": "r"}, {"id": "c"})]
     assert "tracker is down" in caplog.text
+
+
+@pytest.mark.parametrize("name", plugins._CALLED)
+def test_missing_companion_is_named(name: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(plugins, "find_spec", lambda module: None)
+    with pytest.raises(UnknownNameError, match=f"the {name} is part of crossdraft-.*: pip install plugins/crossdraft-"):
+        plugins.of_companion(name)

@@ -74,7 +74,7 @@ class ForwardPass:
         if not getattr(cache, "recordable", True):
             graphs = CudaGraphRunner(None, type(model).__name__)
         self.graphs = runner_for(model) if graphs is None else graphs
-        self.parts: dict[Hashable, Any] = {}  # passes of some of the layers, see `layer_subset`
+        self.parts: dict[Hashable, Any] = {}  # passes of some of the layers, see `LM.fork`
 
     @classmethod
     def of(

@@ -18,8 +18,8 @@ from torch import Tensor
 from ..errors import ModelError
 from ..util.tensors import on_device
 from . import graph_buckets
-from .architectures import refuse_unsupported
-from .cuda_graphs import runner_for
+from .architectures import TRIAL_LENGTH, refuse_unsupported
+from .cuda_graphs import CudaGraphRunner, runner_for
 from .forward_pass import ForwardPass
 from .graph_buckets import MOST_GRAPHED, BucketedPasses
 from .idle import Structure, borrow, put
@@ -83,6 +83,12 @@ class RaggedLM:
         self._forks: WeakSet[Any] = WeakSet()
         self._nodes = 0  # speculative nodes of every row
         self._parents: Tensor | None = None  # [B, nodes] int64, the parent of each of them; None = chains
+
+    @classmethod
+    def for_trial(cls, model: Any, batch_size: int) -> Self:
+        """Slots of `TRIAL_LENGTH` tokens, without graphs."""
+        forward_pass = ForwardPass.of(model, batch_size, TRIAL_LENGTH, graphs=CudaGraphRunner(None, "trial"))
+        return cls(forward_pass, batch_size, TRIAL_LENGTH)
 
     @property
     def context_length(self) -> int | None:

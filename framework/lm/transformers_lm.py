@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..contracts.lm import LM
+from .. import plugins
+from ..contracts.lm import LM, Fork
 from ..errors import ModelError
-from .architectures import TRIAL_LENGTH, needs_trial, refuse_unsupported, text_config, trial
-from .cuda_graphs import CudaGraphRunner
+from ..models.placement import is_spread
+from .architectures import needs_trial, refuse_unsupported, text_config, trial
 from .forward_pass import ForwardPass, each_preparation
 from .kv_cache import KVCache
-from .layer_subset import LayerFork
 from .ragged_lm import RaggedLM, borrowed
 
 
@@ -36,7 +36,7 @@ class TransformersLM(RaggedLM):
         else:
             super().__init__(ForwardPass.of(model, batch_size, max_length, cache), batch_size, max_length)
 
-    def fork(self, layers: Sequence[int], **parts: Any) -> LayerFork:
+    def fork(self, layers: Sequence[int], **parts: Any) -> Fork:
         if not getattr(self.cache, "forkable", True):
             raise ModelError(
                 f"{type(self.model).__name__} has recurrent layers, whose states a fork with some of the layers would "
@@ -47,7 +47,12 @@ class TransformersLM(RaggedLM):
                 f"{type(self.model).__name__} has layers that reuse the keys which an earlier layer selected, so some "
                 "of its layers cannot be run alone; use a drafter with a model of its own"
             )
-        fork = LayerFork(self, layers, **parts)
+        if is_spread(self.model):
+            raise ModelError(
+                f"{type(self.model).__name__} is spread over several devices by hooks that run all of it, so some of "
+                "its layers cannot be run alone; load it on one device"
+            )
+        fork = plugins.of_companion("running of some layers")(self, layers, **parts)
         self.register_fork(fork)
         return fork
 
@@ -68,5 +73,4 @@ def check_model(model: Any, max_length: int, untried: bool, both_ropes: bool = F
     """Raise ModelError for an unsupported model; run the `trial` of an ``untried`` one."""
     refuse_unsupported(model, max_length, both_ropes)
     if untried:
-        forward_pass = ForwardPass.of(model, 2, TRIAL_LENGTH, graphs=CudaGraphRunner(None, "trial"))
-        trial(RaggedLM(forward_pass, 2, TRIAL_LENGTH))
+        trial(RaggedLM.for_trial(model, 2))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from crossdraft_drafters.self_speculation.early_exit import EarlyExit
+from crossdraft_layers import layer_fork
 from draft_contexts import GivenContext
 from tiny_models import generated, save_model
 
@@ -19,7 +20,6 @@ from crossdraft.framework.contracts.rng import CounterRng
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.engine.decoder import Decoder
 from crossdraft.framework.errors import ContractError, ModelError
-from crossdraft.framework.lm import layer_subset
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 PROMPTS = [[5], [7, 8, 9, 7, 8, 9, 7, 8], [11, 12, 13, 14, 15]]
@@ -119,7 +119,7 @@ def test_every_layer_is_run_once_for_every_token(deep: Any, batch_size: int, tem
 
 def test_without_taking_up_first_layers_run_twice(deep: Any, monkeypatch: Any) -> None:
     """Control for the previous test: without sharing it fails."""
-    monkeypatch.setattr(layer_subset, "_can_split", lambda model, shared: False)
+    monkeypatch.setattr(layer_fork, "_can_split", lambda model, shared: False)
     events: list[Any] = []
     loop = decoder(deep, 1, 0.0, on_step=events.append)
     counted = Counted(deep)
@@ -206,7 +206,7 @@ def test_model_that_hands_on_more_than_hidden_states_is_run_whole(deep: Any, tin
     kept: list[Any] = []
     first.register_forward_hook(lambda *call: kept.append(call[2]))
     last.register_forward_hook(lambda _, args, out: out + 0.5 * kept[-1] if kept[-1].shape == out.shape else out * 0)
-    assert not layer_subset._can_split(model, 1) and layer_subset._can_split(deep, 2)
+    assert not layer_fork._can_split(model, 1) and layer_fork._can_split(deep, 2)
 
 
 def test_exit_that_leaves_no_layer_is_refused(deep: Any) -> None:

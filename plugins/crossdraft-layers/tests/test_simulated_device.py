@@ -10,6 +10,7 @@ import pytest
 import torch
 from crossdraft_layers import fused_layers
 from crossdraft_layers.fused_layers import VARIABLE
+from crossdraft_layers.some_layers import with_layers
 from crossdraft_simulated_cuda import device
 from on_both_devices import on_both_devices
 from oracle_trees import PROMPTS
@@ -17,7 +18,7 @@ from tiny_architectures import tiny
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from crossdraft import LoadedModel, generate
-from crossdraft.framework.lm.layer_surgery import own_modules, with_layers
+from crossdraft.framework.lm.layer_surgery import own_modules
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 pytestmark = pytest.mark.simulated

@@ -159,8 +159,8 @@ def _run(config: type[Options], args: argparse.Namespace) -> int:
     options.trusted([options.target])
 
     from crossdraft import load_prompts
-    from crossdraft.framework.recipe.prompts import refuse_constraints
     from crossdraft.models import pick_device, pick_dtype, resolve
+    from crossdraft.runs import refuse_constraints
 
     from .files import check_directory, claim_directory
 

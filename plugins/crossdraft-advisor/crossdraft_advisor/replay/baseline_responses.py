@@ -45,8 +45,8 @@ def baseline_responses(
     that cannot be read, or a file that cannot be written.
     """
     from crossdraft import cache_dir, load_prompts
-    from crossdraft.framework.recipe.prompts import refuse_constraints
     from crossdraft.models import model_sha256, pick_device, pick_dtype, resolve, settings_sha256, weights_sha256
+    from crossdraft.runs import refuse_constraints
 
     rows = load_prompts(prompts, limit=limit)
     refuse_constraints(rows, "plain decoding by this command")

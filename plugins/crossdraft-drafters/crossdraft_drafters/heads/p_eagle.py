@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from crossdraft import MOST_LEVELS, Sequences, on_device
-from crossdraft.drafters.heads.eagle3 import LAYERS
-from crossdraft.heads import Eagle3Head, check_head_config, merged_config, read_head
+from crossdraft.heads import LAYERS, Eagle3Head, check_head_config, merged_config, read_head
 
 from .blocks import BlockConfig, BlockDrafter
 from .config_keys import LAYOUTS

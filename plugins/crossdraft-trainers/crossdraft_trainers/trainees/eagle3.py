@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from crossdraft import Argument, LoadedModel, UsageError
-from crossdraft.drafters.heads.eagle3 import LAYERS
-from crossdraft.heads import Eagle3Head, make_config, named_layers, read_head
+from crossdraft.heads import LAYERS, Eagle3Head, make_config, named_layers, read_head
 from crossdraft.models import load_checkpoint
 
 from ..contract import Batch, Text, Trainee, TrainingConfig, bfloat16_copy

@@ -21,15 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ModelError
-from ..util.tensors import on_device
-from .architectures import TRIAL_LENGTH
-from .attention_masks import Visibility
-from .cuda_graphs import CudaGraphRunner
-from .forward_pass import ForwardPass
-from .kv_cache import WritePlan
-from .layer_surgery import Seam, close, insert_seam, once_per_model, parts_add_up, with_layers
-from .ragged_lm import RaggedLM
+from crossdraft import ModelError, on_device
+from crossdraft.models import ForwardPass, RaggedLM, WritePlan, close
+
+from .some_layers import Seam, insert_seam, once_per_model, parts_add_up, with_layers
 
 
 class _PartialPass(ForwardPass):
@@ -60,7 +55,7 @@ class _PartialPass(ForwardPass):
         self,
         tokens: Tensor,
         plan: WritePlan,
-        visibility: Visibility,
+        visibility: Any,
         inputs: Mapping[str, Tensor],
         layers: tuple[float, ...],
         want_logits: bool = True,
@@ -237,8 +232,7 @@ def _can_split(model: Any, shared: int) -> bool:
     False for models whose later layers read more of earlier ones than hidden states. Runs one small pass whole, and
     one in parts.
     """
-    forward_pass = ForwardPass.of(model, 1, TRIAL_LENGTH, graphs=CudaGraphRunner(None, "trial"))
-    full_lm = RaggedLM(forward_pass, 1, TRIAL_LENGTH)
+    full_lm = RaggedLM.for_trial(model, 1)
     ids = on_device([[(7 * i + 3) % full_lm.vocab_size for i in range(9)]], full_lm.device)
     full_lm.start(0, ids[0, :6].tolist())
     expected = full_lm.forward(ids[:, 5:])[0]
