@@ -1,4 +1,4 @@
-"""The former name of the simulated device, and what the contract kit does without this distribution."""
+"""The contract kit with and without this distribution."""
 
 import os
 import subprocess
@@ -7,34 +7,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import crossdraft_simulated_cuda
 import pytest
 import torch
 
 from crossdraft.testing import VerifierContract
 from crossdraft.verifiers.token import Token
 
-FORMER = "crossdraft.testing.simulated_cuda"
-
-
-def test_former_name_is_the_same_device(monkeypatch: Any) -> None:
-    monkeypatch.delitem(sys.modules, FORMER, raising=False)
-    from crossdraft.testing import simulated_cuda
-
-    for name in simulated_cuda.__all__:
-        assert getattr(simulated_cuda, name) is getattr(crossdraft_simulated_cuda, name)
-
-
-def test_former_name_without_distribution_names_remedy(monkeypatch: Any) -> None:
-    monkeypatch.delitem(sys.modules, FORMER, raising=False)
-    monkeypatch.setitem(sys.modules, "crossdraft_simulated_cuda", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install plugins/crossdraft-simulated-cuda$"):
-        __import__(FORMER)
-
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("plugin", ["crossdraft_simulated_cuda", FORMER])
-def test_third_party_runs_the_kit_on_the_device(plugin: str, tmp_path: Path) -> None:
+def test_third_party_runs_the_kit_on_the_device(tmp_path: Path) -> None:
     """In a folder without a conftest.py, whose imports would come before the plug-in."""
     (tmp_path / "test_it.py").write_text(
         "from crossdraft.testing import VerifierContract\n"
@@ -42,7 +23,18 @@ def test_third_party_runs_the_kit_on_the_device(plugin: str, tmp_path: Path) -> 
         "class TestIt(VerifierContract):\n    verifier = Token\n",
         encoding="utf-8",
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", plugin, "-p", "no:cacheprovider", "-k", "on_cuda"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "crossdraft_simulated_cuda",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "on_cuda",
+    ]
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
