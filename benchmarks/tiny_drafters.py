@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from crossdraft_trainers.medusa_files import save_heads
 from tiny_heads import HIDDEN, LAYERS, VOCABULARY, prompts, save_head, save_target, train_head
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoTokenizer
 
-from crossdraft.drafters.heads.medusa.weights import MedusaHeads, save_heads
+from crossdraft.drafters.heads.medusa.weights import MedusaHeads
 
 #: A system prompt of its own, and a beginning of the answer.
 TEMPLATE = (

@@ -27,13 +27,14 @@ from typing import Any
 
 import pytest
 import torch
+from crossdraft_trainers.medusa_files import save_heads
 from text_models import THINKING, save_text_model
 from tiny_models import save_adapter, save_model
 
 from crossdraft import hookimpl, load_model
 from crossdraft.drafters.heads.eagle3 import Eagle3Head
 from crossdraft.drafters.heads.eagle_weights import make_config
-from crossdraft.drafters.heads.medusa.weights import MedusaHeads, save_heads
+from crossdraft.drafters.heads.medusa.weights import MedusaHeads
 from crossdraft.framework.bench.matrix import load_recipe
 from crossdraft.framework.cli.main import main
 from crossdraft.framework.cost.load_run import read_run

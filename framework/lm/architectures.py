@@ -19,9 +19,9 @@ from transformers.modeling_utils import PreTrainedModel
 
 from .. import plugins
 from ..errors import ModelError
+from ..models.placement import input_device, is_spread, split_of
 from ..util.cache_argument import cache_argument
 from ..util.tensors import on_device
-from .attention.flex import FLEX, refusals
 from .attention.sparse import indexers, selected_keys
 
 #: True if transformers keeps recurrent states, and numbers and selects layers, as this package expects.
@@ -73,6 +73,10 @@ BY_TRIAL = frozenset(
 
 #: The preparation of models with recurrent layers.
 RECURRENT_LAYERS = "recurrent-layers"
+#: Attention that is compiled for CUDA, by its name in transformers, and its preparation.
+FLEX, FLEX_ATTENTION = "flex_attention", "flex-attention"
+#: Devices that it runs on. PyTorch compiles CPU code again for every length, which takes seconds each time.
+FLEX_DEVICES = ("cuda",)
 #: Layers that cache keys and values by position, so rejected tokens can be dropped.
 _ROLLBACK_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 #: Layers that read no other token; some models list them among the others.
@@ -169,7 +173,7 @@ def _reasons(model: Any, config: Any, max_length: int | None, both_ropes: bool) 
             "load it with attn_implementation sdpa"
         )
     if getattr(config, "_attn_implementation", None) == FLEX:
-        yield from refusals(model)
+        yield from _flex_reasons(model)
     inputs = inspect.signature(model.forward).parameters
     if attends(model) and not cache_argument(model.forward):
         yield "takes no cache, so crossdraft cannot supply its cache of keys and values; use a model with a cache"
@@ -203,6 +207,19 @@ def _reasons(model: Any, config: Any, max_length: int | None, both_ropes: bool) 
         )
     if max_length is not None:
         yield from _too_long(model, config, max_length, both_ropes)
+
+
+def _flex_reasons(model: Any) -> Iterator[str]:
+    hint = "; leave attn_implementation out"
+    if FLEX_ATTENTION not in plugins.entries("preparations"):
+        yield f"was loaded with {FLEX}: {plugins.unknown('preparations', FLEX_ATTENTION)}"
+    if input_device(model).type not in FLEX_DEVICES:
+        yield (
+            f"was loaded with {FLEX}, but PyTorch compiles code on a CPU again for every length of a text, which "
+            f"takes longer than the text{hint}"
+        )
+    if is_spread(model) or split_of(model):
+        yield f"was loaded with {FLEX}, whose masks lie on one device, but the model is on several devices{hint}"
 
 
 def _too_long(model: Any, config: Any, max_length: int, both_ropes: bool) -> Iterator[str]:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .. import plugins
 from ..util.tensors import ancestor_mask
-from .architectures import sliding_window
-from .attention.flex import FLEX, block_mask
+from .architectures import FLEX, FLEX_ATTENTION, sliding_window
 
 #: Recurrent layers, by their type.
 _NO_MASKS = {"conv": None, "linear_attention": None}
@@ -64,7 +64,8 @@ class AttentionMasks:
         self.chunk: int | None = None
         if "chunked_attention" in self._layer_types:
             self.chunk = config.attention_chunk_size
-        self._flex = getattr(config, "_attn_implementation", None) == FLEX
+        flex = getattr(config, "_attn_implementation", None) == FLEX
+        self._block_mask = plugins.get("preparations", FLEX_ATTENTION).mask if flex else None
 
     def causal(self, slots: Tensor, kv_len: int) -> Visibility:
         """Chains: the query in slot ``slots [R, W]`` attends to every slot up to its own."""
@@ -116,6 +117,6 @@ class AttentionMasks:
         return masks["sliding_attention"] if self._one_mask else masks
 
     def _mask(self, allowed: Tensor) -> Any:
-        if self._flex:
-            return block_mask(allowed)
+        if self._block_mask is not None:
+            return self._block_mask(allowed)
         return torch.where(allowed, self._visible, self._hidden)[:, None]

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from crossdraft_server.custom_generate import custom_generate
+from crossdraft_trainers.medusa_files import save_heads
 from medusa_heads import HEADS, NEW, PROMPTS, TREE, H, hidden_of, propose
 from torch import Tensor
 from torch.nn import functional
 
 from crossdraft.drafters.heads.medusa.drafter import Medusa
-from crossdraft.drafters.heads.medusa.weights import MedusaHeads, save_heads
+from crossdraft.drafters.heads.medusa.weights import MedusaHeads
 from crossdraft.framework.contracts.draft import Draft
 from crossdraft.framework.contracts.models import Checkpoint
 from crossdraft.framework.contracts.sampling import Sampling

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from crossdraft_trainers.medusa_files import save_heads
 from medusa_heads import HEADS, LAYOUTS, MEDUSA, PROMPTS, H, V, Weights, hidden_of, layout, propose, write
 
-from crossdraft.drafters.heads.medusa.weights import MedusaHeads, save_heads
+from crossdraft.drafters.heads.medusa.weights import MedusaHeads
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import ModelError, NumericalError
 

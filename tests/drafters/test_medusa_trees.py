@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crossdraft_trainers.medusa_files import save_heads
 from medusa_heads import PROMPTS, TREE, H, propose
 from pydantic import ValidationError
 
 from crossdraft.drafters.autoregressive.trees import best_paths
 from crossdraft.drafters.heads.medusa.drafter import TREES, Medusa
-from crossdraft.drafters.heads.medusa.weights import MedusaHeads, save_heads
+from crossdraft.drafters.heads.medusa.weights import MedusaHeads
 from crossdraft.framework.contracts.sampling import Sampling
 
 # -- trees ----------------------------------------------------------------------------------------------

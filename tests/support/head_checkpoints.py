@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from crossdraft_trainers.medusa_files import save_heads
 
 from crossdraft.drafters.heads.eagle import EagleHead
 from crossdraft.drafters.heads.eagle3 import Eagle3Head
 from crossdraft.drafters.heads.eagle_weights import make_config
-from crossdraft.drafters.heads.medusa.weights import MedusaHeads, save_heads
+from crossdraft.drafters.heads.medusa.weights import MedusaHeads
 
 
 def layer_config(target: Any) -> Any:

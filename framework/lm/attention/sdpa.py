@@ -5,7 +5,7 @@ With an explicit mask, transformers' ``sdpa`` repeats keys and values for every 
 place. The sums, and the result, are the same.
 
 Others: FlashAttention takes no mask, and PyTorch's ``enable_gqa`` has no fused CUDA kernel with one. FlexAttention
-must be compiled, so it runs only on request (``flex.py``).
+must be compiled, so it runs only on request (crossdraft-layers).
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...contracts.models import ModelPreparation
-from .flex import FLEX, BlockMask, ragged_flex
 
 
 def grouped_sdpa(
@@ -76,21 +74,9 @@ def _sdpa(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
     return (grouped_sdpa if own else sdpa_attention_forward)(*arguments, **options)
 
 
-def _flex(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
-) -> tuple[Tensor, Tensor | None]:
-    """`ragged_flex` in threads inside `own_attention`, for masks of `block_mask`."""
-    own = in_own_attention() and isinstance(attention_mask, BlockMask)
-    return (ragged_flex if own else flex_attention_forward)(module, query, key, value, attention_mask, **options)
-
-
-#: By name in transformers: its function, and ours.
-_FUNCTIONS = {"sdpa": (sdpa_attention_forward, _sdpa), FLEX: (flex_attention_forward, _flex)}
-
-
 @contextmanager
 def own_attention(cache: Any = None, visibility: Any = None) -> Iterator[None]:
-    """Within the context, in this thread, models run `grouped_sdpa` for ``sdpa`` and `ragged_flex` for Flex."""
+    """Within the context, in this thread, models run `grouped_sdpa` for ``sdpa``."""
     _thread.passes = getattr(_thread, "passes", 0) + 1
     try:
         yield
@@ -102,8 +88,8 @@ def own_attention(cache: Any = None, visibility: Any = None) -> Iterator[None]:
 class GroupedAttention(ModelPreparation):
     """Passes inside `own_attention`.
 
-    The functions are registered in place of transformers', because models look them up by name, and stay: elsewhere
-    they call transformers' own. A function that the user registered, before or after, replaces ours.
+    The function is registered in place of transformers', because models look it up by name, and stays: elsewhere it
+    calls transformers' own. A function that the user registered, before or after, replaces ours.
     """
 
     name = "grouped-attention"
@@ -111,7 +97,6 @@ class GroupedAttention(ModelPreparation):
 
     @classmethod
     def prepare(cls, model: torch.nn.Module) -> GroupedAttention:
-        for name, (theirs, ours) in _FUNCTIONS.items():
-            if ALL_ATTENTION_FUNCTIONS[name] is theirs:
-                ALL_ATTENTION_FUNCTIONS.register(name, ours)
+        if ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward:
+            ALL_ATTENTION_FUNCTIONS.register("sdpa", _sdpa)
         return cls()

@@ -16,4 +16,5 @@ def crossdraft_register_preparations(register):
         f"{__name__}.recurrent_cache:RecurrentLayers",
         summary="states of recurrent layers by node",
     )
+    register("flex-attention", f"{__name__}.flex_attention:FlexAttention", summary="PyTorch's FlexAttention on CUDA")
     register("longrope", f"{__name__}.longrope:LongRope", summary="texts with the long frequencies of longrope")

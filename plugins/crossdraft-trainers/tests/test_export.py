@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from crossdraft_trainers.medusa_files import save_heads
 from training_target import save_chat_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from crossdraft.drafters.heads.eagle3 import read_head
-from crossdraft.drafters.heads.medusa.weights import MedusaHeads, read_heads, save_heads
+from crossdraft.drafters.heads.medusa.weights import MedusaHeads, read_heads
 from crossdraft.framework.cli.main import main
 from crossdraft.framework.contracts.models import LoadedModel
 from crossdraft.framework.models.checkpoint import load_checkpoint

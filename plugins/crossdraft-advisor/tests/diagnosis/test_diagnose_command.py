@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from crossdraft_trainers.medusa_files import save_heads
 from tiny_models import argmax_text, make_tokenizer, save_model
 from torch.nn import functional
 from transformers import BloomConfig, BloomForCausalLM, LlamaForCausalLM
 
 from crossdraft import generate, load_model
-from crossdraft.drafters.heads.medusa.weights import MedusaHeads, save_heads
+from crossdraft.drafters.heads.medusa.weights import MedusaHeads
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.errors import ModelError
 from crossdraft.framework.models.digests import weights_sha256

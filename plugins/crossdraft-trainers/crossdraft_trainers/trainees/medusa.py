@@ -22,11 +22,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from crossdraft import LoadedModel, UsageError
-from crossdraft.drafters.heads.medusa.weights import MedusaHeads, read_heads, save_heads
+from crossdraft.drafters.heads.medusa.weights import MedusaHeads, read_heads
 from crossdraft.models import load_checkpoint
 
 from ..contract import Batch, Text, Trainee, TrainingConfig, bfloat16_copy
 from ..losses import SampledHead, distil_many, overlap, sampled_vocab_option
+from ..medusa_files import save_heads
 
 #: Number of ranks whose accuracy is measured, for trees.
 RANKS = 10

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from crossdraft_layers import flex_attention
 from fake_cuda_graphs import ReplayingLM
 from oracle_trees import NEW, PROMPTS
 from torch.nn.functional import scaled_dot_product_attention
 
 from crossdraft.framework import plugins
 from crossdraft.framework.errors import ModelError
-from crossdraft.framework.lm import attention_masks, cuda_graphs, prompt_prefill
-from crossdraft.framework.lm.attention import flex as flex_attention
+from crossdraft.framework.lm import architectures, cuda_graphs, prompt_prefill
 from crossdraft.framework.lm.transformers_lm import TransformersLM
 
 pytestmark = pytest.mark.thorough
@@ -43,7 +43,7 @@ def traced(monkeypatch: Any) -> Iterator[list[int]]:
         compiled = torch.compile(own, fullgraph=True, backend=backend)
         return lambda tensors: compiled(*tensors)
 
-    monkeypatch.setattr(flex_attention, "DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(architectures, "FLEX_DEVICES", ("cpu", "cuda"))
     monkeypatch.setattr(flex_attention, "jit_compile", trace)
     flex_attention._compiled.cache_clear()
     yield counts
@@ -78,7 +78,7 @@ def test_chains_and_trees_equal_explicit_masks(
     def mistaken(allowed: torch.Tensor) -> Any:
         return flex_attention.block_mask(allowed | allowed.roll(1, 2))
 
-    monkeypatch.setattr(attention_masks, "block_mask", mistaken)  # everybody sees one slot more
+    monkeypatch.setattr(flex_attention.FlexAttention, "mask", staticmethod(mistaken))  # everybody sees one slot more
     assert (outputs(flex) - expected).abs().max() > 0.1
 
 
@@ -178,7 +178,7 @@ def test_unsupported_models_are_refused(tiny_model: Callable, traced: list[int],
     flex_attention._compiled.cache_clear()
     with pytest.raises(ModelError, match=r"could not compile flex_attention \(.*no compiler.*\); load"):
         flex_attention.ragged_flex(torch.nn.Module(), key, key, key, mask)
-    monkeypatch.setattr(flex_attention, "DEVICES", ("cuda",))
+    monkeypatch.setattr(architectures, "FLEX_DEVICES", ("cuda",))
     with pytest.raises(ModelError, match=r"compiles code on a CPU again .*; leave attn_implementation out"):
         TransformersLM(model, 1, 16)
 

@@ -12,7 +12,7 @@ The explicit mask remains the reference: `block_mask` is built from it, and test
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -20,31 +20,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from transformers.integrations.flex_attention import flex_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ...errors import ModelError, first_line
-from ...models.placement import input_device, is_spread, split_of
-from ...util.compilation import jit_compile
+from crossdraft import ModelError, ModelPreparation, first_line
+from crossdraft.framework.lm.attention.sdpa import in_own_attention
+from crossdraft.framework.util.compilation import jit_compile
 
 #: Its name in transformers: ``attn_implementation: flex_attention``.
 FLEX = "flex_attention"
-#: Devices that it runs on. PyTorch compiles CPU code again for every length, which takes seconds each time.
-DEVICES = ("cuda",)
 #: Slots, and queries, of a block: PyTorch's default.
 BLOCK = 128
 #: Options of attention that need the explicit mask.
 _UNSUPPORTED = ("s_aux", "position_bias", "cache")
-
-
-def refusals(model: Any) -> Iterator[str]:
-    """Reasons why ``model``, loaded with FlexAttention, cannot run with it."""
-    hint = "; leave attn_implementation out"
-    if input_device(model).type not in DEVICES:
-        yield (
-            f"was loaded with {FLEX}, but PyTorch compiles code on a CPU again for every length of a text, which "
-            f"takes longer than the text{hint}"
-        )
-    if is_spread(model) or split_of(model):
-        yield f"was loaded with {FLEX}, whose masks lie on one device, but the model is on several devices{hint}"
 
 
 def block_mask(allowed: Tensor) -> BlockMask:
@@ -138,3 +126,23 @@ def _compiled(shape: tuple[Any, ...], scaling: float | None, grouped: bool, capp
         return flex_attention(query, key, value, score, mask, scaling, grouped)
 
     return jit_compile(run_capped if capped else run)
+
+
+def _flex(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """`ragged_flex` in passes of crossdraft, for masks of `block_mask`; transformers' function in all others."""
+    own = in_own_attention() and isinstance(attention_mask, BlockMask)
+    return (ragged_flex if own else flex_attention_forward)(module, query, key, value, attention_mask, **options)
+
+
+class FlexAttention(ModelPreparation):
+    """`ragged_flex` in place of transformers' function, which models look up by name, unless the user replaced it."""
+
+    name = "flex-attention"
+    mask = staticmethod(block_mask)
+
+    @classmethod
+    def prepare(cls, model: torch.nn.Module) -> None:
+        if ALL_ATTENTION_FUNCTIONS[FLEX] is flex_attention_forward:
+            ALL_ATTENTION_FUNCTIONS.register(FLEX, _flex)
