@@ -171,7 +171,7 @@ def test_strategies_use_only_public_contracts() -> None:
 
 
 #: Most lines, and most lines of code, of the core distribution.
-MOST_LINES, MOST_CODE = 38_137, 25_265
+MOST_LINES, MOST_CODE = 36_727, 24_321
 
 
 def test_core_is_small() -> None:
@@ -236,7 +236,7 @@ def test_functions_are_short() -> None:
 
 
 #: Most names of modules that companions import and that are not published.
-MOST_UNPUBLISHED = 148
+MOST_UNPUBLISHED = 147
 
 
 def test_companions_import_few_unpublished_names() -> None:
