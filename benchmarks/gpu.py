@@ -53,7 +53,7 @@ from transformers import __version__ as TRANSFORMERS
 from crossdraft import LoadedModel, Sampling
 from crossdraft.framework.bench import memory
 from crossdraft.framework.cli.cost.pass_timing import measure_curve
-from crossdraft.framework.lm.attention.flex import DEVICES, FLEX
+from crossdraft.framework.lm.architectures import FLEX, FLEX_DEVICES
 from crossdraft.framework.lm.layer_surgery import own_modules
 from crossdraft.heads import Eagle3Head, make_config
 from crossdraft.models import Decoder, make_slots, pair_decoder, pick_device
@@ -334,7 +334,7 @@ def tests(bench: Bench) -> Rows:
 
 def passes(bench: Bench) -> Rows:
     kinds: dict[str, dict[str, Any]] = {"transformers": {}, "fused": {}}
-    if bench.device.type in DEVICES:
+    if bench.device.type in FLEX_DEVICES:
         kinds["flex"] = {"attention": FLEX}
 
     def run(name: str, kind: str, size: int, width: int) -> dict[str, Any]:
