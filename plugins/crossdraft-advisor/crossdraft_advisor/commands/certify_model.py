@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from crossdraft import Argument, Command, Table, UsageError
-from crossdraft.commands import (
-    MOST_SEED,
-    ForceOptions,
-    JsonOptions,
-    SamplingOptions,
-    TrustOptions,
-    check_output,
-    output_folder,
-    writing_output,
-)
+from crossdraft.commands import MOST_SEED, JsonOptions, SamplingOptions, TrustOptions
 
 from ..report import Report
 
@@ -32,12 +20,10 @@ if TYPE_CHECKING:
 
     from ..samples.first_token_check import PromptDistributions, Result
 
-SHOWN_TOKENS = 30  # tokens shown in a histogram, the target's most probable ones
-#: Marks output files, so that `util.output_files.check_output` recognises them.
-_MARK = "crossdraft certify-model"
+SHOWN_TOKENS = 30  # tokens whose counts are in the JSON, the target's most probable ones
 
 
-class CertifyModel(SamplingOptions, TrustOptions, ForceOptions, JsonOptions, Command):
+class CertifyModel(SamplingOptions, TrustOptions, JsonOptions, Command):
     """Goodness-of-fit test of the first token of a real model."""
 
     name: ClassVar[str] = "certify-model"
@@ -64,7 +50,6 @@ class CertifyModel(SamplingOptions, TrustOptions, ForceOptions, JsonOptions, Com
     )
     dtype: str = Field("auto", description="dtype of the models")
     device: str = Field("auto", description="device")
-    out: Annotated[Path | None, Argument("DIR")] = Field(None, description="directory for histograms (PNG) and JSON")
 
     def run(self) -> int:
         """Return 1 if a verifier that is declared lossless is rejected (p < 1e-6), or a control is not; else 0.
@@ -78,10 +63,6 @@ class CertifyModel(SamplingOptions, TrustOptions, ForceOptions, JsonOptions, Com
             raise UsageError("--prompt is missing or empty: give at least one text")
         if not self.temperature:
             raise UsageError("--temperature must be above 0 for a distribution that can be tested, got 0")
-        if self.out:
-            folder, inputs = output_folder(self.out), [self.model, self.drafter]
-            for name in ["model_law.json", *(f"prompt-{number}.png" for number in range(1, len(self.prompt) + 1))]:
-                check_output(folder / name, "--out", inputs=inputs, mark=_MARK.encode(), force=self.force)
         return _run(self)
 
 
@@ -121,7 +102,7 @@ def _run(options: CertifyModel) -> int:
             results_by_prompt.append([check_counts(*pair, prompt) for pair in zip(cases, counts, strict=True)])
 
     records = {
-        "written_by": _MARK,
+        "written_by": "crossdraft certify-model",
         "model": options.model,
         "drafter": drafter,
         "gamma": options.gamma,
@@ -134,11 +115,6 @@ def _run(options: CertifyModel) -> int:
             for prompt, results, elapsed in zip(prompts, results_by_prompt, seconds, strict=True)
         ],
     }
-    if options.out:
-        with writing_output(options.out / "model_law.json", "--out") as file:
-            file.write((json.dumps(records, indent=2) + "\n").encode("utf-8"))
-        for number, (prompt, results) in enumerate(zip(prompts, results_by_prompt, strict=True), 1):
-            _draw(options.out / f"prompt-{number}.png", prompt, results, decode, options.model, drafter)
     tables = zip(prompts, results_by_prompt, records["prompts"], strict=True)
     text = "".join(_table(*of_prompt, options.draws) + "\n\n" for of_prompt in tables)
     Report(lambda: text.removesuffix("\n"), lambda: records).emit(options)
@@ -232,48 +208,3 @@ def _table(prompt: PromptDistributions, results: Sequence[Result], record: dict[
         for result in results
     ]
     return f"{title}\n{Table.of(rows).text()}"
-
-
-def _draw(
-    file: Path,
-    prompt: PromptDistributions,
-    results: Sequence[Result],
-    decode: Callable[[int], str],
-    model: str,
-    drafter: str,
-) -> None:
-    """Three histograms per case over the target's most probable tokens: samples, target, drafter."""
-    import warnings
-
-    from matplotlib.figure import Figure
-
-    tokens = _most_probable(prompt)
-    positions = range(len(tokens))
-    figure = Figure(figsize=(12, 1.6 + 2.6 * len(results)), layout="constrained")
-    panels = figure.subplots(len(results), 1, sharex=True, squeeze=False)[:, 0]
-    for panel, result in zip(panels, results, strict=True):
-        share = result.counts.double() / result.counts.sum()
-        for shift, values, label, colour in (
-            (-0.28, prompt.p, f"target {model}", "#4477aa"),
-            (0.0, share, f"{int(result.counts.sum()):,} samples", "#228833"),
-            (0.28, prompt.q, f"drafter {drafter}", "#ccbb44"),
-        ):
-            heights = [float(values[token]) for token in tokens]
-            panel.bar([x + shift for x in positions], heights, width=0.28, label=label, color=colour)
-        panel.set_yscale("log")
-        panel.set_ylabel("probability")
-        panel.set_title(
-            f"{result.case.verifier.name}, draft {result.case.draft}: p = {result.target.p_value:.3g} against the "
-            f"target, {result.control.p_value:.3g} against the drafter",
-            fontsize="medium",
-        )
-        panel.margins(x=0.01)
-    panels[0].legend(fontsize="small")
-    panels[-1].set_xticks(list(positions), [repr(decode(token)) for token in tokens], rotation=60, ha="right")
-    for label in panels[-1].get_xticklabels():
-        label.set_parse_math(False)  # a dollar sign is not TeX
-    figure.suptitle(textwrap.shorten(prompt.text, 100), parse_math=False)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # a script that the font does not have
-        with writing_output(file, "--out") as file_object:
-            figure.savefig(file_object, format="png", dpi=120, metadata={"Software": _MARK})

@@ -62,9 +62,6 @@ AIPERF: dict[str, Any] = {
 }
 ITERATION = {"numDraftTokens": 30, "numAcceptedTokens": 9, "numRequestsWithDraftTokens": 10, "acceptanceLength": 1.9}
 SPEC_BENCH = {"index": 0, "turns": ["..."], "decoding_steps": [10], "new_tokens": [19], "wall_time": [0.5]}
-FIRST = "INFO 02-11 14:50:38 metrics.py:477] Speculative metrics: Draft acceptance rate: 0.550, System efficiency: "
-FIRST += "0.2, Number of speculative tokens: 3, Number of accepted tokens: {}, Number of draft tokens: {}, Number of "
-FIRST += "emitted tokens: {}.\n"
 WINDOW = "SpecDecoding metrics: Mean acceptance length: 1.90, Accepted throughput: 9.00 tokens/s, Drafted throughput: "
 WINDOW += "20.00 tokens/s, Accepted: 900 tokens, Drafted: 2000 tokens, Per-position acceptance rate: 0.600, 0.300, Avg "
 WINDOW += "Draft acceptance rate: 45.0%\n"
@@ -159,7 +156,6 @@ def text_of(*objects: Any) -> str:
         ("vllm-bench", text_of({"spec_decode_acceptance_length": 1.9}), 1.9, 0, None),
         ("vllm", "\x1b[32mINFO\x1b[0m 05-06 06:11:23 [metrics.py:101] " + WINDOW, 1.9, 2, 1000),
         ("vllm", "2026-05-06T06:11:23Z pod-7 (EngineCore_DP0 pid=3) INFO 05-06 [metrics.py:86] " + EARLY, 1.9, 2, 1000),
-        ("vllm", FIRST.format(8, 30, 12) + FIRST.format(20, 60, 38), 1.9, 3, 20),
         ("sglang", GAUGE.format(0, 1.8) + GAUGE.format(1, 2.0) + GAUGE.format(2, 0.0), 1.9, 0, None),
         ("sglang", GAUGE.format(0, "NaN") + GAUGE.format(1, 1.9) + STEPS.format(4), 1.9, 3, None),
         ("sglang", COUNTERS + STEPS.format(4), 1.9, 3, 1000),

@@ -56,11 +56,6 @@ _DRAFTED_PER_SECOND = re.compile(r"Drafted throughput: (\S+) tokens/s")
 _CLOCK = re.compile(r"\b([01]\d|2[0-3]):([0-5]\d):([0-5]\d)\b")
 _INTERVAL = 10.0
 _REQUEST = re.compile(r'"POST /\S*(?:completions|responses|messages|generate) HTTP/[\d.]+" 200')
-#: Counters since the start in the log of vLLM's first engine (V0, until 0.10).
-_FIRST_VERSION = re.compile(
-    r"Speculative metrics: .*Number of speculative tokens: (\d{1,4}), Number of accepted tokens: (\d{1,15}), "
-    r"Number of draft tokens: (\d{1,15}), Number of emitted tokens: (\d{1,15})\b"
-)
 
 
 class Vllm(Engine):
@@ -188,7 +183,6 @@ class VllmFormat(AcceptanceFormat):
                     add_speed(source, number, 1.0, rows, per_second, 0.0, per_second * _INTERVAL / rows, flaw=flaw)
         counts += _with_plain_steps([item for item in windows if item is not None])
         acceptances += acceptances_of(counts, source, WINDOWS)
-        acceptances += _first_version(source)
         for line, config in source.objects("synthetic_acceptance_rates"):
             rates = source.rates(config, "synthetic_acceptance_rates", line)
             names: dict[str, Any] = {"drafter": Vllm.ours(config.get("method")), "model": str(config.get("model", ""))}
@@ -306,27 +300,3 @@ def _with_plain_steps(windows: list[StepCounts]) -> list[StepCounts]:
     if all_steps(drafts, total) == drafts:  # of which lines are cut at other times
         return [replace(item, steps=item.drafts) for item in windows]
     return [item if item in known else replace(item, steps=(item.drafts or 0.0) * total / drafts) for item in windows]
-
-
-def _first_version(source: Source) -> list[Acceptance]:
-    """The last counters of each start of vLLM's first engine.
-
-    It counts a token as accepted after a rejected one, too, so the length is that of the emitted tokens.
-    """
-    counters: list[tuple[int, tuple[int, ...]]] = []
-    for number, line in source.lines(_FIRST):
-        if match := _FIRST_VERSION.search(line):
-            values = tuple(map(int, match.groups()))
-            if counters and values[2] >= counters[-1][1][2]:
-                counters.pop()
-            counters.append((number, values))
-    acceptances = []
-    for number, (gamma, _, drafted, emitted) in counters:
-        with source.skipping():
-            steps = drafted / gamma if gamma else 0.0
-            if steps and not steps <= emitted <= (gamma + 1) * steps:
-                raise source.error(number, f"{emitted} emitted tokens do not fit {drafted} drafted ones")
-            remark = "lengths are those of emitted tokens; the counter of accepted ones has some after a rejection, too"
-            counts = [StepCounts(steps, emitted - steps, drafted=drafted, gamma=gamma, line=number)]
-            acceptances += acceptances_of(counts, source, "runs", remarks=(remark,))
-    return acceptances
