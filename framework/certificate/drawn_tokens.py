@@ -114,8 +114,8 @@ class Counted:
         tokens, parents, probs, valid = (tensor[rows] for tensor in draws(event.draft.candidates))
         difference = torch.zeros_like(probs).scatter_(2, tokens[..., None], 1.0) - probs
         unequal = probs.amax(2) - probs.masked_fill(probs <= 0, torch.inf).amin(2) > 1e-6
-        orders = (probs, take_rows(event.scores.p[rows], parents + 1))
-        by_q, by_p = (difference.gather(2, x.argsort(dim=2, descending=True, stable=True)) for x in orders)
+        orders = (x.float().numpy().argsort(2) for x in (probs, take_rows(event.scores.p[rows], parents + 1)))
+        by_q, by_p = (difference.gather(2, torch.from_numpy(order)) for order in orders)
         features = torch.cat([difference, by_q * unequal[..., None], by_p], 2).float()
         if self._kept:
             features = features * valid[..., None]
