@@ -409,10 +409,6 @@ def _check(kind: str, name: str, registered: Any) -> None:
         base, methods = _METHODS[kind]
         if not isinstance(registered, type) or not all(callable(getattr(registered, m, None)) for m in methods):
             raise ContractError(f"{name!r} must be a subclass of {base}, not {quoted(registered)}")
-        if registered.name != name:
-            raise ContractError(
-                f"{registered.__name__}.name is {registered.name!r}; it must be {name!r}, the registered name"
-            )
     elif kind == "commands":
         if missing := [part for part in ("add_arguments", "main") if not callable(getattr(registered, part, None))]:
             raise ContractError(f"{quoted(registered)} is not a subclass of crossdraft.Command: no {missing[0]}")
@@ -427,6 +423,8 @@ def _check(kind: str, name: str, registered: Any) -> None:
 
         if not (isinstance(registered, ModelSource | Path) or callable(registered)):
             raise ContractError(f"a model is a ModelSource, a pathlib.Path or a function, not {registered!r}")
+    if kind in (*_BASES, *_METHODS) and (own := getattr(registered, "name", None)) != name:
+        raise ContractError(f"{registered.__name__}.name is {own!r}; it must be {name!r}, the registered name")
 
 
 def _check_class(kind: str, name: str, registered: Any) -> None:
@@ -445,9 +443,6 @@ def _check_class(kind: str, name: str, registered: Any) -> None:
         config: Any = getattr(registered, "Config", None)
         if not (isinstance(config, type) and issubclass(config, StrategyConfig)):
             raise ContractError(f"{registered.__name__}.Config is {quoted(config)}, not a crossdraft.StrategyConfig")
-    own = getattr(registered, "name", None)
-    if own != name:
-        raise ContractError(f"{registered.__name__}.name is {own!r}; it must be {name!r}, the registered name")
 
 
 def _shadowing(module: Any) -> str | None:
