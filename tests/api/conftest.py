@@ -1,3 +1,3 @@
-"""Fixtures of the tests of `generate`, `stream` and `custom_generate`."""
+"""Fixtures of the tests of `generate` and `stream`."""
 
 from decoding_fixtures import answers, expected, model  # noqa: F401
