@@ -166,11 +166,6 @@ def predicted(result: CellResult, curves: Iterable[CostCurve], baseline: CellRes
     return replace(prediction, speed_up=min(speed_up, cell.tokens_per_step))
 
 
-def speed_ups_of(results: Mapping[int, CellResult]) -> dict[int, float]:
-    """Measured speed-ups of a pair's cells by batch size; cells without one are skipped."""
-    return {b: r.metrics.speed_up.value for b, r in results.items() if r.metrics and r.metrics.speed_up}
-
-
 def last_paying(
     results: Mapping[int, CellResult], baselines: Mapping[int, CellResult], curves: Iterable[CostCurve]
 ) -> int:

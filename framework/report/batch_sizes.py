@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..cost.finished_cells import last_paying, speed_ups_of
+from ..cost.finished_cells import last_paying
 from ..metrics.cell_metrics import counted_steps, paired_ratio
 from ..runs.labels import group_title, verifier_title
 from ..runs.marks import mark_of
@@ -30,7 +30,8 @@ class Pair:
 
     @property
     def speed_ups(self) -> dict[int, float]:
-        return speed_ups_of(self.results)
+        """Measured speed-ups by batch size; cells without one are skipped."""
+        return {b: r.metrics.speed_up.value for b, r in self.results.items() if r.metrics and r.metrics.speed_up}
 
     @property
     def single_draft(self) -> bool:

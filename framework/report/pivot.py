@@ -14,7 +14,7 @@ from ..util.table import Alignment, Table
 from .csv_rows import row_of
 from .metrics_text import clock_text, no_speed_up
 from .segments import columns_of
-from .selection import SETTINGS, SelectedCell, check_keys
+from .selection import SETTINGS, SelectedCell, check_keys, options_of
 
 #: Columns by the clock, by the column that they replace in a cell whose speed-up is withheld.
 CLOCK = {"speed_up": "speed_up_wall", "tokens_per_second": "tokens_per_second_wall"}
@@ -134,13 +134,7 @@ def _check_values(values: Sequence[str], rows: Sequence[tuple[SelectedCell, Mapp
 
 def _collision_message(first: SelectedCell, second: SelectedCell, keys: Sequence[str]) -> str:
     """The error message for two cells in one place, with keys that separate them."""
-    options = {
-        key
-        for cell in (first, second)
-        for side in ("drafter", "verifier")
-        for key in getattr(cell.result.config, side).config
-    }
-    candidates = ("run", "drafter", "verifier", *SETTINGS, *sorted(options))
+    candidates = ("run", "drafter", "verifier", *SETTINGS, *sorted(options_of((first, second))))
     different = [k for k in candidates if k not in keys and first.value(k, keys) != second.value(k, keys)]
     if not different:
         return "the same cell is in the table twice; give each run once, or add run to --rows or --cols"

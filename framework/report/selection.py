@@ -104,15 +104,16 @@ def filtered_runs(runs: Sequence[FinishedRun], clauses: Sequence[str]) -> list[F
 
 def check_keys(keys: Sequence[str], cells: Sequence[SelectedCell]) -> None:
     """Raise UsageError for a key that no cell has."""
-    options = {
-        key
-        for cell in cells
-        for side in (cell.result.config.drafter, cell.result.config.verifier)
-        for key in side.config
-    }
+    options = options_of(cells)
     for key in keys:
         if key not in (*NAMES, *SETTINGS) and key not in options:
             raise UnknownNameError.among("key of a cell", key, [*NAMES, *SETTINGS, *options])
+
+
+def options_of(cells: Sequence[SelectedCell]) -> set[str]:
+    """Names of the options of the drafters and verifiers of cells."""
+    configs = [cell.result.config for cell in cells]
+    return {key for config in configs for side in (config.drafter, config.verifier) for key in side.config}
 
 
 def shown(value: Any) -> str:
