@@ -36,7 +36,7 @@ from ..recipe.recipe import (
     digest,
     read_recipe,
 )
-from ..recipe.yaml_errors import KeyPath, Places, dotted, explain, suggest
+from ..recipe.yaml_errors import KeyPath, dotted, explain, suggest
 from ..util.input_files import kind_of
 from ..util.limits import MOST_CELLS
 
@@ -91,7 +91,7 @@ def expand(recipe: Recipe) -> Expansion:
             in the recipe.
         ContractError: invalid config or traits of a plug-in; with the place in the recipe.
     """
-    return _Expander(recipe, recipe.places).expand()
+    return _Expander(recipe).expand()
 
 
 @dataclass
@@ -124,8 +124,8 @@ def _engine_refusal(cell: CellConfig) -> str | None:
 
 
 class _Expander:
-    def __init__(self, recipe: Recipe, places: Places):
-        self.recipe, self.places = recipe, places
+    def __init__(self, recipe: Recipe):
+        self.recipe, self.places = recipe, recipe.places
         self.drafters = [self._side("drafters", i, s) for i, s in enumerate(recipe.drafters)]
         self.verifiers = [self._side("verifiers", i, s) for i, s in enumerate(recipe.verifiers)]
         fields = set().union(*(side.fields for side in (*self.drafters, *self.verifiers)))

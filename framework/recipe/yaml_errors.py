@@ -101,9 +101,9 @@ def _parse_override(key: str, value: Any) -> tuple[str, Any, str]:
 
 
 def _parse(setting: str) -> tuple[str, Any, str]:
-    key, equals, text = setting.partition("=")
+    (key, equals, text), shown = setting.partition("="), printable(setting)
     key = key.strip()
-    place = f"--set {_short(setting)}"
+    place = f"--set {shown if len(shown) <= 200 else f'{shown[:199]}…'}"
     if not equals or not all(key.split(".")):
         raise UsageError(f"{place}: write --set key=value, as in --set matrix.batch_size=[1,4]")
     checked_value(key, place)
@@ -114,11 +114,6 @@ def _parse(setting: str) -> tuple[str, Any, str]:
         if "this is not YAML" in why:
             why = why.replace("this is not YAML", "the value is not YAML") + "; it may need quotes for the shell"
         raise UsageError(why) from None
-
-
-def _short(setting: str) -> str:
-    text = printable(setting)
-    return text if len(text) <= 200 else f"{text[:199]}…"
 
 
 def _set(data: Any, parts: list[str], value: Any, place: str, places: Places) -> KeyPath:
