@@ -44,35 +44,24 @@ def settings() -> dict[str, Any]:
 
 
 @contextmanager
-def restored() -> Iterator[None]:
-    """Restore PyTorch's number of threads on exit."""
-    previous = _threads()
+def one_thread() -> Iterator[None]:
+    """Use one thread, for models so tiny that more threads are slower; restores the number on exit."""
+    import torch
+
+    previous = torch.get_num_threads()
+    if previous != 1:
+        torch.set_num_threads(1)
     try:
         yield
     finally:
-        set_threads(previous)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Use one thread, for models so tiny that more threads are slower."""
-    with restored():
-        set_threads(1)
-        yield
+        if torch.get_num_threads() != previous:
+            torch.set_num_threads(previous)
 
 
 def _threads() -> int:
     import torch
 
     return torch.get_num_threads()
-
-
-def set_threads(number: int) -> None:
-    """Set PyTorch's number of threads if it differs."""
-    import torch
-
-    if torch.get_num_threads() != number:
-        torch.set_num_threads(number)
 
 
 # -- the cells of a group ------------------------------------------------------------------------------------------

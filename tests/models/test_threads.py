@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from crossdraft.framework.runs import threads
-from crossdraft.framework.runs.threads import disturbance, restored
+from crossdraft.framework.runs.threads import disturbance, one_thread
 
 
 def test_disturbed_group_gets_sentence() -> None:
-    with restored():
-        torch.set_num_threads(1)
+    with one_thread():
         assert disturbance(0.5, 1.0) == ""
         torch.set_num_threads(2)
         assert disturbance(0.05, 1.0) == "" == disturbance(0.0, 0.0)
