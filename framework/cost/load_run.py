@@ -82,10 +82,8 @@ def _merge(shards: Sequence[FinishedRun]) -> FinishedRun:
     shards = sorted(shards, key=lambda shard: shard.summary.directory)
     first, groups = shards[0], dict[str, list[CellResult]]()
     for shard in shards:
-        shard_groups: dict[str, list[CellResult]] = {}
-        for result in shard.summary.results:
-            shard_groups.setdefault(result.config.group, []).append(result)
-        for key, results in shard_groups.items():
+        for _, results in shard.summary.groups:
+            key = results[0].config.group
             if key not in groups or groups[key][0].measured < results[0].measured:
                 groups[key] = results
     by_hash = {result.config.hash: result for results in groups.values() for result in results}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .. import plugins
 from ..cost.load_run import FinishedRun, portable, titles_of
 from ..recipe.recipe import read_recipe
-from ..runs.labels import group_title, verifier_title
+from ..runs.labels import verifier_title
 from ..runs.threads import describe_threads
 from ..util.table import Table
 from .metrics_text import speed_up_text
@@ -24,6 +24,7 @@ from .segments import segment_tables
 from .tables import summary_markdown
 
 if TYPE_CHECKING:
+    from ..cost.summary import Summary
     from ..recipe.recipe import Recipe
     from ..runs.records import CellResult
 
@@ -58,19 +59,19 @@ def _section(title: str, run: FinishedRun) -> list[str]:
     if run.remarks:
         parts.append("\n".join(run.remarks))
     parts += [table.markdown(level=3) for table in segment_tables(run)]
-    if table := verifier_table(run.summary.results):
+    if table := verifier_table(run.summary):
         parts += ["### Verifiers compared", "In brackets: the gain over the first verifier of the row.", table]
     parts += [Table((("", "left"), ("", "left")), conditions(run), title="How it was measured").markdown(level=3)]
     return parts
 
 
-def verifier_table(results: Sequence[CellResult]) -> str:
+def verifier_table(summary: Summary) -> str:
     """Block efficiency and speed-up with a column per verifier, in the format of papers.
 
     A row is a group and a drafter, or several drafters that share no verifier, such as single and multi-draft ones.
     Empty if no row has two verifiers.
     """
-    rows = _rows(results)
+    rows = _rows(summary)
     if all(len(row) < 2 for row in rows.values()):
         return ""
     has_groups = len({title for title, _ in rows}) > 1
@@ -95,16 +96,14 @@ def verifier_table(results: Sequence[CellResult]) -> str:
     return Table(columns, table).markdown()
 
 
-def _rows(results: Sequence[CellResult]) -> dict[tuple[str, str], dict[str, CellResult]]:
+def _rows(summary: Summary) -> dict[tuple[str, str], dict[str, CellResult]]:
     """Cells by verifier, by group and drafters."""
-    cells = [result.config for result in results]
-    groups: dict[str, dict[str, dict[str, CellResult]]] = {}
-    for result in results:
-        if not result.config.is_baseline:
-            drafters = groups.setdefault(group_title(result.config, cells), {})
-            drafters.setdefault(result.config.drafter.title, {})[verifier_title(result)] = result
     rows = {}
-    for title, drafters in groups.items():
+    for title, results in summary.groups:
+        drafters: dict[str, dict[str, CellResult]] = {}
+        for result in results:
+            if not result.config.is_baseline:
+                drafters.setdefault(result.config.drafter.title, {})[verifier_title(result)] = result
         merged: list[tuple[list[str], dict[str, CellResult]]] = []
         for drafter, row in drafters.items():
             names, cells_of_row = next((m for m in merged if not m[1].keys() & row.keys()), ([], {}))
