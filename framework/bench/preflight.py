@@ -104,4 +104,4 @@ def _target_key(cell: CellConfig) -> str:
 
 
 def _drafter_key(cell: CellConfig) -> str:
-    return f"{_target_key(cell)} {cell.drafter.name} {cell.drafter.config}"
+    return f"{_target_key(cell)} {cell.drafter.identity}"

@@ -178,6 +178,11 @@ class Strategy(Options):
         """Name in tables."""
         return self.label or self.name
 
+    @property
+    def identity(self) -> str:
+        """Name and options, equal for strategies that differ in their labels only."""
+        return json.dumps([self.name, self.config], sort_keys=True, default=str)
+
     @model_serializer
     def _flat(self) -> dict[str, Any]:
         return {"name": self.name, **({"label": self.label} if self.label else {}), **self.config}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
@@ -74,7 +73,7 @@ def verifier_gains(summary: Summary, certified: bool = True) -> list[tuple[str, 
             config, drafter = result.config, result.config.drafter
             if result.drafting is None or (certified and not mark_of(result).headline):
                 continue
-            first = firsts.setdefault(json.dumps([drafter.name, drafter.config]), result)
+            first = firsts.setdefault(drafter.identity, result)
             if first is result or first.metrics is None:
                 continue
             e = paired_difference(*(counted_steps(r.records, first.metrics.depth) for r in (result, first)))
@@ -204,7 +203,7 @@ def _temperature_zero(results: Sequence[CellResult]) -> Iterator[str]:
         if config.drafter_traits.is_chain and not sampled.drafter_traits.is_chain:
             chains[config.drafter.title] = None
         if config.verifier_traits.lossless:
-            first = firsts.setdefault(json.dumps([config.group, config.drafter.name, config.drafter.config]), result)
+            first = firsts.setdefault(config.group + config.drafter.identity, result)
             if first is not result and first.records == result.records:
                 equal[config.drafter.title] = None
     if chains:

@@ -89,7 +89,7 @@ def compare_runs(a: FinishedRun, b: FinishedRun) -> Comparison:
     shared = _shared_prompts(runs, comparison.remarks)
     drafting = [[r for r in run.summary.results if r.drafting] for run in runs]
     keys = _setting_keys(drafting, comparison.remarks)
-    matched = _match(drafting[0], drafting[1], lambda c: (_setting(c, keys), *_pair(c)))
+    matched = _match(drafting[0], drafting[1], lambda c: (_setting(c, keys), c.drafter.identity, c.verifier.identity))
     unmatched = [[r for r in side if not any(r is m for pair in matched for m in pair)] for side in drafting]
     matched += _match(unmatched[0], unmatched[1], lambda c: (_setting(c, keys), c.drafter.title, c.verifier.title))
     if not matched:
@@ -188,11 +188,6 @@ def _setting_keys(drafting: Sequence[Sequence[CellResult]], remarks: list[str]) 
 
 def _setting(config: CellConfig, keys: Sequence[str]) -> tuple[Any, ...]:
     return (config.sampling, *(getattr(config, key) for key in keys))
-
-
-def _pair(config: CellConfig) -> tuple[str, ...]:
-    """Both strategies with all of their options."""
-    return tuple(f"{side.name} {sorted(side.config.items())}" for side in (config.drafter, config.verifier))
 
 
 def _match(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from ..metrics.cell_metrics import Metrics, StepRecord
 from ..metrics.component_times import CellPieces
 from ..metrics.pieces import Piece
-from ..recipe.recipe import CellConfig, Strategy
+from ..recipe.recipe import CellConfig
 
 
 @dataclass
@@ -64,8 +63,4 @@ class CellResult:
 
 def cells_of(results: Iterable[CellResult]) -> list[CellPieces]:
     """Pieces of cells, with drafters and verifiers identified by name and options instead of their labels."""
-
-    def identity(strategy: Strategy) -> str:
-        return json.dumps([strategy.name, strategy.config], sort_keys=True, default=str)
-
-    return [CellPieces(identity(r.config.drafter), identity(r.config.verifier), r.pieces) for r in results]
+    return [CellPieces(r.config.drafter.identity, r.config.verifier.identity, r.pieces) for r in results]
