@@ -35,7 +35,7 @@ from ..models.placement import input_device
 from ..recipe.recipe import CellConfig
 from ..recipe.yaml_errors import Places
 from ..runs.interrupts import propagate_interrupt
-from ..runs.labels import verifier_title
+from ..runs.labels import pair_title
 from ..runs.records import CellResult, cells_of
 from ..runs.run_directory import FORMAT, PieceResult
 from ..runs.state import Reporter
@@ -378,7 +378,7 @@ class GroupRunner:
             result = cell.result
             result.error, result.traceback, result.metrics = self._reason(error, cell.config), trace, None
             logger.debug("cell %s failed", cell.config.hash, exc_info=error)
-            pair = f"{cell.config.drafter.title} × {verifier_title(cell.config)}"
+            pair = pair_title(cell.config)
             self.progress.message(f"failed: {pair}: {result.error}")
             if self.plan.config.debug:
                 self.progress.message(trace.rstrip())

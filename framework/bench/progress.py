@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from ..api.cell_runner import CellRunner
 from ..recipe.recipe import CellConfig
-from ..runs.labels import counted, duration, verifier_title
+from ..runs.labels import counted, duration, pair_title
 from ..runs.records import CellResult
 from .budget import Budget
 from .plan import PlannedGroup
@@ -90,7 +90,7 @@ class Progress:
 
     def start_cell(self, config: CellConfig, runner: CellRunner) -> None:
         """Start the warm-up or a piece of a cell."""
-        pair = "plain decoding" if config.is_baseline else f"{config.drafter.title} × {verifier_title(config)}"
+        pair = "plain decoding" if config.is_baseline else pair_title(config)
         self._runner, self._started = runner, self._clock()
         self._current = f"{pair}, batch size {config.batch_size}"
         self._show()
