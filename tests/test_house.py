@@ -171,7 +171,7 @@ def test_strategies_use_only_public_contracts() -> None:
 
 
 #: Most lines, and most lines of code, of the core distribution.
-MOST_LINES, MOST_CODE = 36_722, 24_316
+MOST_LINES, MOST_CODE = 36_688, 24_292
 
 
 def test_core_is_small() -> None:
