@@ -12,25 +12,22 @@ import json
 import os
 import shlex
 import subprocess
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from crossdraft_advisor import Acceptance, Schedule, Source
+from crossdraft_advisor import Acceptance, Schedule, ServedCell, Source
 from crossdraft_advisor.engines.engine import Range
-from crossdraft_advisor.engines.engine_cell import EngineCell
 from crossdraft_advisor.engines.engine_log import read_source
 from crossdraft_advisor.engines.formats import acceptances_in
 
-from crossdraft import load_model
+from crossdraft import Sampling, load_model, load_tokenizer
 from crossdraft.framework import plugins
 from crossdraft.framework.cli.main import main
 from crossdraft.framework.metrics.intervals import Estimate
 from crossdraft.framework.models.configs import LEFT_OUT
 from crossdraft.framework.models.resolve import resolve
 from crossdraft.framework.models.shared_embedding import save_sharing_embedding
-from crossdraft.runs import CellConfig
 
 pytestmark = pytest.mark.engine
 
@@ -184,21 +181,30 @@ def test_vllm_refuses_a_draft_model_without_its_embedding(models: dict[str, str]
 
 def test_log_and_counters_of_llama_server_are_read(tmp_path: Path) -> None:
     """Needs ``CROSSDRAFT_GGUF``, SmolLM2 in this format; n-gram drafts for two of the recorded prompts."""
-    server, gguf = os.environ.get("CROSSDRAFT_LLAMA_SERVER"), os.environ.get("CROSSDRAFT_GGUF")
-    if not server or not gguf:
+    program, gguf = os.environ.get("CROSSDRAFT_LLAMA_SERVER"), os.environ.get("CROSSDRAFT_GGUF")
+    if not program or not gguf:
         pytest.skip("CROSSDRAFT_LLAMA_SERVER or CROSSDRAFT_GGUF is not set")
-    engine = {"name": "llama.cpp", "executable": server, "model": gguf, "args": ["-lv", "4", "--threads", "1"]}
-    settings = {"target": TARGET, "engine": engine, "dtype": "float32", "max_new_tokens": 64, "batch_size": 1}
-    settings |= {"drafter": {"name": "ngram-simple", "n": 2, "gamma": 4}, "verifier": "token"}
-    config = CellConfig.model_validate(settings | {"sampling": {"temperature": 0}})
+    from crossdraft_llamacpp.server import LlamaServer
+
+    flags = ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "2", "--spec-ngram-simple-size-m", "4"]
+    options = LlamaServer.Config(executable=program, model=gguf, args=["-lv", "4", "--threads", "1"])
+    tokenizer = load_tokenizer(TARGET)
+    cell = ServedCell(
+        *(Path(gguf), "auto", Sampling(temperature=0), 0, 1, 256, 4, flags),
+        end_tokens=tokenizer.eos_token_ids,
+        tokenizer=tokenizer.tokenizer,
+    )
     recorded = json.loads((FIXTURES / "llama-cpp-ngram.json").read_text(encoding="utf-8"))
     prompts = [response["prompt"] for response in recorded["responses"] if response["finish_reason"] == "length"]
-    target = EngineCell.load_target(config, trust_remote_code=False)
-    with closing(EngineCell(config, target, 256, tmp_path, lambda: None)) as cell:
+    server = LlamaServer(options, cell, tmp_path)
+    server.start()
+    try:
         for prompt in prompts:
-            cell.server.complete(prompt, 64)
-        scrape = cell.server.scrape()
+            server.complete(prompt, 64)
+        scrape = server.scrape()
+    finally:
+        server.stop()
     (counted,) = acceptances_in(Source(scrape, "metrics"))
-    (logged,) = acceptances_in(read_source(str(cell.server.log)))
+    (logged,) = acceptances_in(read_source(str(server.log)))
     assert counted.marginal == pytest.approx(logged.marginal, abs=1e-3)
     assert counted.drafts == pytest.approx(logged.drafts, rel=1e-3)
