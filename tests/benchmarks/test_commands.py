@@ -22,8 +22,8 @@ SCRIPTS = [
     for file in sorted(ROOT.glob(pattern))
     if "__main__" in file.read_text(encoding="utf-8")
 ]
-#: Scripts for the environment of another engine, whose Python has its package.
-FOREIGN = {"openvino_genai", "xllamacpp"}
+#: Package of the environment that a script is for.
+FOREIGN = {"openvino_genai"}
 #: Arguments of the cheap ones. TARGET and MODEL are tiny models.
 RUNS = [
     "benchmarks/roofline_check.py",
