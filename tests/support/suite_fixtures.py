@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import random
 import signal
 import sys
 import threading
@@ -13,6 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from draft_contexts import GivenContext
@@ -136,8 +138,11 @@ def _certified_once(certify: Callable[..., list[Any]], strategy: Any, options: A
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
+def seed(monkeypatch: Any) -> None:
     """Every test draws the same numbers whatever ran before it, in any order and in any process."""
+    monkeypatch.setattr("secrets.randbelow", random.Random(0).randrange)  # a server's, for requests without a seed
+    random.seed(0)
+    np.random.seed(0)
     torch.default_generator.manual_seed(0)  # `torch.manual_seed` formats three stack traces without a GPU
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(0)
