@@ -143,11 +143,11 @@ def test_two_lengths_of_a_body(running: RunningServer) -> None:
 
 def test_unfinished_requests_are_closed(name: str) -> None:
     options = ("--target", name, "--slots", "1", "--max-new-tokens", "4")
-    with serving(*options, request_seconds=0.2) as running:
+    with serving(*options, request_seconds=1.0) as running:
         for parts in ([], [HEAD], [HEAD, b"Content-Length: 9\r\n\r\n{"], [HEAD, b"Transfer-Encoding: chunked\r\n\r\n"]):
             assert exchange(running.port, *parts) == b""
         whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-        assert exchange(running.port, whole, whole, HEAD).count(b"HTTP/1.1 200") == 2
+        assert exchange(running.port, whole + whole + HEAD).count(b"HTTP/1.1 200") == 2
         assert running.idle()
 
 

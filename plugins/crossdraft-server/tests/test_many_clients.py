@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 from tiny_models import save_model
+
+from crossdraft.framework.engine.decoder import Decoder
 
 openai = pytest.importorskip("openai", reason="the endpoint is tested with the openai client")
 
@@ -63,17 +66,19 @@ def test_hundred_clients_of_all_kinds(tmp_path: Any) -> None:
         assert client.completions.create(model=name, prompt=PROMPT, max_tokens=12).choices[0].text == plain
 
 
-def test_full_queue_rejects_requests(tmp_path: Any) -> None:
-    name = save_model(tmp_path / "target")
+def test_full_queue_rejects_requests(tmp_path: Any, monkeypatch: Any) -> None:
+    name, step, rejected = save_model(tmp_path / "target"), Decoder.step, threading.Event()
+    monkeypatch.setattr(Decoder, "step", lambda decoder: rejected.wait(60) and step(decoder))
     with serving("--target", name, "--slots", "1", "--max-new-tokens", "80", max_waiting=2) as running:
         client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
         connections = [connect(running, name) for _ in range(3)]
-        for _ in range(200):
+        for _ in range(4000):
             if running.health()["waiting"] == 2:
                 break
             time.sleep(0.005)
         with pytest.raises(openai.InternalServerError, match="of at most 2 requests wait; retry later"):
             client.completions.create(model=name, prompt=["w5", "w6"])
+        rejected.set()
         for connection in connections:
             connection.close()
         assert running.idle()
