@@ -37,8 +37,10 @@ os.fsync = lambda descriptor: (
 
 environment._git = cache(environment._git)  # of this checkout, once a process: every run names its commit
 
-# Tests count and never time: on a busy machine any example may take a while. Every run draws other examples.
-settings.register_profile("untimed", deadline=None, max_examples=50)
+# Tests count and never time: on a busy machine any example may take a while. Every run tries the same examples;
+# `pytest --hypothesis-profile=others` draws others.
+settings.register_profile("others", deadline=None, max_examples=50)
+settings.register_profile("untimed", settings.get_profile("others"), derandomize=True)
 settings.load_profile("untimed")
 
 #: Whose plug-ins these tests are about: distributions that are installed. `pythonpath` also has folders of companions,
