@@ -206,5 +206,7 @@ def test_log_and_counters_of_llama_server_are_read(tmp_path: Path) -> None:
         server.stop()
     (counted,) = acceptances_in(Source(scrape, "metrics"))
     (logged,) = acceptances_in(read_source(str(server.log)))
-    assert counted.marginal == pytest.approx(logged.marginal, abs=1e-3)
-    assert counted.drafts == pytest.approx(logged.drafts, rel=1e-3)
+    # The log has the steps without a draft, too; both have the tokens accepted at each position.
+    accepted = [[rate * acceptance.drafts for rate in acceptance.marginal] for acceptance in (counted, logged)]
+    assert accepted[0] == pytest.approx(accepted[1], abs=0.1)
+    assert counted.drafts < logged.drafts
