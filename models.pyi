@@ -33,6 +33,7 @@ from .framework.models.configs import read_config as read_config
 from .framework.models.device import pick_device as pick_device
 from .framework.models.device import pick_dtype as pick_dtype
 from .framework.models.device import tie_of as tie_of
+from .framework.models.device import total_memory as total_memory
 from .framework.models.digests import model_sha256 as model_sha256
 from .framework.models.digests import settings_sha256 as settings_sha256
 from .framework.models.digests import weights_sha256 as weights_sha256

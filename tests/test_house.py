@@ -96,9 +96,15 @@ WRONG_IMPORTS = [
         "No cycles are allowed in crossdraft_advisor.commands.replay.",
     ),
     (
+        "../crossdraft_page/charts/style.py",
+        "from . import charts",
+        "no cycles BROKEN",
+        "No cycles are allowed in crossdraft_page.charts.",
+    ),
+    (
         "../crossdraft_drafters/online.py",
         "import crossdraft_trainers",
-        "companions are independent, and trainers import the drafters that they train BROKEN",
+        "companions are independent but for engines and trainers BROKEN",
         "crossdraft_drafters.online -> crossdraft_trainers",
     ),
 ]
@@ -171,7 +177,7 @@ def test_strategies_use_only_public_contracts() -> None:
 
 
 #: Most lines, and most lines of code, of the core distribution.
-MOST_LINES, MOST_CODE = 36_688, 24_292
+MOST_LINES, MOST_CODE = 36_690, 24_294
 
 
 def test_core_is_small() -> None:
@@ -236,7 +242,7 @@ def test_functions_are_short() -> None:
 
 
 #: Most names of modules that companions import and that are not published.
-MOST_UNPUBLISHED = 147
+MOST_UNPUBLISHED = 146
 
 
 def test_companions_import_few_unpublished_names() -> None:

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from ..models.device import cpu_features, cpu_model, pick_device, pick_dtype
+from ..models.device import cpu_features, cpu_model, pick_device, pick_dtype, total_memory
 from ..runs import threads
 from ..util.output_files import cache_dir
 from ..util.releases import release
@@ -21,8 +21,6 @@ PACKAGES += ("pluggy", "pydantic", "numpy", "pyarrow")
 def describe() -> dict[str, Any]:
     """Versions, machine, devices and defaults derived from them, as JSON values."""
     import torch
-
-    from .memory import total_memory
 
     device, size = pick_device("auto"), total_memory(torch.device("cpu"))
     return {

@@ -31,6 +31,7 @@ from ..lm.cuda_graphs import recorded_nbytes
 from ..lm.idle import free_idle
 from ..metrics.cell_metrics import compare, measure
 from ..metrics.intervals import LEAST_PIECES
+from ..models.device import total_memory
 from ..models.placement import input_device
 from ..recipe.recipe import CellConfig
 from ..recipe.yaml_errors import Places
@@ -398,7 +399,7 @@ class GroupRunner:
             return message_of(error)
         models = [model.model for model in loaded]
         device = input_device(models[0])
-        available, recorded = memory.total_memory(device), recorded_nbytes(device)
+        available, recorded = total_memory(device), recorded_nbytes(device)
         positions = config.drafter_traits.nodes + 1  # of a row, the root included
         return memory.memory_message(models, config.batch_size, self._slot, positions, available, recorded)
 

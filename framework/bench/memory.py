@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -33,13 +32,6 @@ def peak(device: torch.device) -> int | None:
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def total_memory(device: torch.device) -> int | None:
-    """Memory of the device in bytes; None if the system does not report it (Windows)."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return None if sys.platform == "win32" else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def exhausted(error: BaseException) -> bool:
     """Return True for an out-of-memory error. PyTorch's CPU allocator raises a plain RuntimeError."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
@@ -59,7 +51,7 @@ def memory_message(
         models: transformers models, the target first; shared embeddings count once.
         slot: length of a slot in tokens.
         positions: positions evaluated by the target per row and step.
-        available: bytes, see `total_memory`.
+        available: bytes, see `models.device.total_memory`.
         recorded: bytes held by the CUDA graphs of all models at this batch size, see `cuda_graphs.held`.
     """
     weights = sum({id(p): nbytes(p) for model in models for p in model.parameters()}.values())

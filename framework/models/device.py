@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import sys
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,6 +83,15 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     if result in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         return result
     raise UsageError(f"unknown dtype {quoted(dtype)}; use auto, float32, bfloat16 or float16")
+
+
+def total_memory(device: torch.device) -> int | None:
+    """Memory of the device in bytes; None if the system does not report it (Windows)."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return None if sys.platform == "win32" else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def tie_of(target: LoadedModel) -> tuple[str, float]:

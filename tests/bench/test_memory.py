@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from crossdraft.framework.bench.memory import exhausted, memory_message, peak, total_memory
+from crossdraft.framework.bench.memory import exhausted, memory_message, peak
 from crossdraft.framework.lm.transformers_lm import TransformersLM
+from crossdraft.framework.models.device import total_memory
 
 CPU = torch.device("cpu")
 

@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from crossdraft import CrossdraftError, ModelError, ModelPreparation, ancestor_mask, counting
-from crossdraft.framework.bench.memory import total_memory
 from crossdraft.framework.lm.architectures import TRIAL_LENGTH, refuse_unsupported, trial
 from crossdraft.framework.lm.forward_pass import prepare
 from crossdraft.framework.lm.layer_surgery import resolved
@@ -41,6 +40,7 @@ from crossdraft.models import (
     WritePlan,
     close,
     text_config,
+    total_memory,
 )
 
 from .graph import BLOCK, FIRST_CACHE, PRECISIONS, ModelGraph, core, state

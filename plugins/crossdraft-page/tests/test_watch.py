@@ -8,7 +8,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from crossdraft_page.watch import WatchedRuns, report_server
+from crossdraft_page.html.watch import WatchedRuns, report_server
 from html_runs import SMALL, finished_run
 
 from crossdraft.framework.cli import main as cli

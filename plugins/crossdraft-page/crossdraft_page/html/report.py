@@ -21,7 +21,7 @@ class HtmlReport(Report):
     mark: ClassVar[bytes] = MARK
 
     def watch(self, directories: Sequence[Path], port: int) -> None:
-        from ..watch import watch
+        from .watch import watch
 
         watch(directories, port)
 

@@ -17,7 +17,7 @@ from crossdraft import CrossdraftError, UsageError
 from crossdraft.commands import is_loopback_header
 from crossdraft.runs import read_runs
 
-from .html.document import html_page
+from .document import html_page
 
 _SCRIPT = """
 const frame = document.querySelector("iframe"), note = document.querySelector("p");
