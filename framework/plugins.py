@@ -97,6 +97,7 @@ class Manager(pluggy.PluginManager):
         self.providers: dict[str, str] = {}
         self.broken_plugins: list[Broken] = []
         self._collected: tuple[dict[str, dict[str, Entry]], list[Broken]] | None = None
+        self.checked: dict[tuple[str, str], Any] = {}
 
     def register(self, plugin: Any, name: str | None = None) -> str | None:
         """Register `plugin`; it must implement at least one hook, and only existing ones."""
@@ -252,7 +253,9 @@ def get(kind: str, name: str) -> Any:
     entry = known[name]
     with guarded(kind, name, passing=()):
         registered = _import(entry.ref) if isinstance(entry.ref, str) else entry.ref
-        _check(kind, name, registered)
+        if manager().checked.get((kind, name)) is not registered:
+            _check(kind, name, registered)
+            manager().checked[kind, name] = registered
     return registered
 
 

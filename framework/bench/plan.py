@@ -58,6 +58,7 @@ class Plan:
         blocks: positions of the prompts of each block, see `blocks_of`.
         environment: see `describe`; empty for a launcher, which leaves the devices to its processes.
         about: description of the run in plug-in notifications.
+        started: True once plug-ins were notified of the run.
         disturbed: True once a warning of other programs was printed.
     """
 
@@ -71,6 +72,7 @@ class Plan:
     blocks: list[list[int]]
     environment: dict[str, Any]
     about: dict[str, Any]
+    started: bool = False
     disturbed: bool = False
 
     @property

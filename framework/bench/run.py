@@ -87,6 +87,7 @@ def opened(plan: Plan) -> Iterator[LocalRun]:
             config.message(f"skipped: {skipped}")
         with writing(outcome), plan.directory.locked(), Reporter(plan.directory, len(plan.cells)) as run.state:
             write_head(plan, outcome)
+            plan.started = True
             plugins.notify("crossdraft_run_started", run=plan.about)
             if not config.launcher:
                 plan.look_up()

@@ -89,12 +89,13 @@ class RunRecipe(ProgramOptions, TrustOptions, Command):
         logging.disable_progress_bar()  # the run has its own progress bar
         plan = make_plan(config)
         self.trusted(_models(plan))
-        with saving_interrupts(), tracking(self.track) as notify_finished:
+        with saving_interrupts(), tracking(self.track, plan) as outcome:
             with opened(plan) as started:
                 certify_missing(plan.new, config.message, started.limit)
                 started.measure()
             summary = write_summary(started.outcome)
-            notify_finished(summary)
+            outcome.update(exit_code=summary.exit_code, failed=len(summary.failed))
+            outcome.update(interrupted=summary.interrupted, stopped=summary.stopped)
             print_stored(terminal(summary))
             if summary.failed:
                 print_error(f"crossdraft: {len(summary.failed)} of {len(summary.results)} cells failed")

@@ -2,56 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ... import plugins
-from ...contracts.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from ...cost.summary import Summary
+    from ...bench.plan import Plan
 
 
 @contextmanager
-def tracking(names: Sequence[str]) -> Iterator[Callable[[Summary], None]]:
-    """Register the named trackers; yield a function to call with the outcome once the run's files are written.
+def tracking(names: Sequence[str], plan: Plan) -> Iterator[dict[str, Any]]:
+    """Register the named trackers; yield the outcome that plug-ins receive at the end, for the run to update.
 
     Raises:
         UsageError: an unknown tracker, or one whose library or server is not available.
     """
-    manager, recorder = plugins.manager(), _RunRecorder()
-    trackers: list[Any] = [recorder]
+    trackers: list[Any] = []
     for name in dict.fromkeys(names):
         kind = plugins.get("trackers", name)
         with plugins.guarded("trackers", name):
             trackers.append(kind())
     for tracker in trackers:
-        manager.register(tracker)
-
-    def report_outcome(outcome: Summary | None) -> None:
-        run, recorder.run = recorder.run, {}
-        fields: dict[str, Any] = {"exit_code": 1, "failed": 0, "interrupted": False, "stopped": "stopped by an error"}
-        if outcome is not None:
-            fields = {"exit_code": outcome.exit_code, "failed": len(outcome.failed)}
-            fields |= {"interrupted": outcome.interrupted, "stopped": outcome.stopped}
-        if run:
-            plugins.notify("crossdraft_run_finished", run=run, outcome=fields)
-
+        plugins.manager().register(tracker)
+    outcome = {"exit_code": 1, "failed": 0, "interrupted": False, "stopped": "stopped by an error"}
     try:
-        yield report_outcome
+        yield outcome
     finally:
-        report_outcome(None)  # if the run started and raised
+        if plan.started:
+            plugins.notify("crossdraft_run_finished", run=plan.about, outcome=outcome)
         for tracker in trackers:
-            manager.unregister(tracker)
-
-
-class _RunRecorder:
-    """Records the run that was started."""
-
-    run: Mapping[str, Any] = MappingProxyType({})
-
-    @hookimpl
-    def crossdraft_run_started(self, run: Mapping[str, Any]) -> None:
-        self.run = self.run or run  # the first one; a launcher's processes belong to it
+            plugins.manager().unregister(tracker)
