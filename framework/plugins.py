@@ -10,7 +10,7 @@ import importlib
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import cache
@@ -61,6 +61,10 @@ _CALLED = {
     "runner of launchers": ("crossdraft-cluster", "crossdraft_cluster.launched_run:Launch"),
     "running of some layers": ("crossdraft-layers", "crossdraft_layers.layer_fork:LayerFork"),
     "tensor parallelism": ("crossdraft-cluster", "crossdraft_cluster.split_placement:Split"),
+    "section of engine settings": (
+        "crossdraft-advisor",
+        "crossdraft_advisor.advise.engine_settings:engine_settings",
+    ),
     "roofline": ("crossdraft-advisor", "crossdraft_advisor.roofline.roofline:modelled"),
 }
 _COMMAND = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
@@ -314,19 +318,6 @@ def unusable(kind: str, name: str, why: str) -> ContractError:
     return ContractError(f"the {_singular(kind)} {name!r}{provider} is unusable: {why}")
 
 
-def results(kind: str, compute: Callable[[str, Any], T]) -> Iterator[tuple[str, T]]:
-    """Names of a kind, each with what ``compute(name, object)`` returns; one that fails is left out with a warning."""
-    for name in entries(kind):
-        try:
-            registered = get(kind, name)
-            with guarded(kind, name, "it"):
-                result = compute(name, registered)
-        except ContractError as error:
-            logger.warning("crossdraft: left out a %s: %s", _singular(kind), error)
-            continue
-        yield name, result
-
-
 def recorded_traits(kind: str, name: str, options: Mapping[str, Any], *sampling: Any) -> Any:
     """The traits of a drafter or verifier with options that a run recorded.
 
@@ -415,8 +406,6 @@ def _check(kind: str, name: str, registered: Any) -> None:
     elif kind == "commands":
         if missing := [part for part in ("add_arguments", "main") if not callable(getattr(registered, part, None))]:
             raise ContractError(f"{quoted(registered)} is not a subclass of crossdraft.Command: no {missing[0]}")
-    elif kind in ("sections", "columns") and not callable(registered):
-        raise ContractError(f"a {_singular(kind)} is a function, not {quoted(registered)}")
     elif kind == "trackers" and not isinstance(registered, type):
         raise ContractError(f"a tracker is a class, not {quoted(registered)}")
     elif kind == "recipes" and not (isinstance(registered, Path) and registered.is_file()):

@@ -177,7 +177,7 @@ def test_strategies_use_only_public_contracts() -> None:
 
 
 #: Most lines, and most lines of code, of the core distribution.
-MOST_LINES, MOST_CODE = 36_690, 24_294
+MOST_LINES, MOST_CODE = 36_583, 24_225
 
 
 def test_core_is_small() -> None:

@@ -118,16 +118,6 @@ def crossdraft_register_reports(register: Register) -> None:
 
 
 @hookspec
-def crossdraft_register_sections(register: Register) -> None:
-    """Register sections of reports: functions from runs and a format to Markdown or None (`report.report`)."""
-
-
-@hookspec
-def crossdraft_register_columns(register: Register) -> None:
-    """Register columns of cells: functions from a finished cell to a value or None (`report.report`)."""
-
-
-@hookspec
 def crossdraft_run_started(run: Mapping[str, Any]) -> None:
     """Called when a run starts.
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ..recipe.recipe import Recipe
 from ..runs.labels import group_title
-from ..runs.plugin_columns import plugin_columns
 from ..runs.records import CellResult
 from .curve import CostCurve
 from .finished_cells import predictions
@@ -67,8 +66,3 @@ class Summary:
     def predicted(self) -> dict[str, Prediction]:
         """Predictions by cell hash, for finished cells whose models have a cost curve."""
         return predictions(self.results, self.curves)
-
-    @cached_property
-    def columns(self) -> dict[str, dict[str, Any]]:
-        """Columns of plug-ins: values by cell hash, see `plugin_columns`."""
-        return plugin_columns(self.results)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..metrics.cell_metrics import ESTIMATES, SERVED, TIMES
 from ..recipe.recipe import OWN_ENGINE
 from ..runs.marks import mark_of
-from ..util.estimate import ENDS, Estimate, spread
+from ..util.estimate import ENDS, spread
 from ..util.table import Table
 
 if TYPE_CHECKING:
@@ -67,9 +67,6 @@ def row_of(result: CellResult, summary: Summary | None = None) -> dict[str, Any]
         return row
     if predicted := summary.predicted.get(result.config.hash):
         row |= {"predicted_tokens_per_second": predicted.tokens_per_second, "predicted_speed_up": predicted.speed_up}
-    for name, values in summary.columns.items():
-        value = values.get(result.config.hash)
-        row |= spread(name, value) if isinstance(value, Estimate) else {name: value}
     return row
 
 

@@ -19,7 +19,6 @@ from ..runs.labels import verifier_title
 from ..runs.threads import describe_threads
 from ..util.table import Table
 from .metrics_text import speed_up_text
-from .sections import sections_of
 from .segments import segment_tables
 from .tables import summary_markdown
 
@@ -45,7 +44,6 @@ def page(runs: Sequence[FinishedRun]) -> str:
         parts.append("\n".join(f"- {link}: {q}".removesuffix(": ") for link, q in zip(links, questions, strict=True)))
     for title, run in zip(titles, runs, strict=True):
         parts += _section(title, run)
-    parts += sections_of(runs, "markdown")
     return "\n\n".join(parts) + "\n"
 
 

@@ -98,10 +98,10 @@ def _tables(summary: Summary) -> list[Table]:
     tables = []
     for title, results in summary.groups:
         finished = [r for r in results if r.metrics is not None]
-        cells = [[*_row(r, summary), *(v.get(r.config.hash) for v in summary.columns.values())] for r in finished]
+        cells = [_row(r, summary) for r in finished]
         if cells:
             hidden = [*(_OWN if results[0].config.engine else _SERVED), *([] if summary.predicted else ["predicted"])]
-            tables.append(Table([*_COLUMNS.items(), *summary.columns], cells, title=title).without(*hidden))
+            tables.append(Table(_COLUMNS, cells, title=title).without(*hidden))
     return tables
 
 

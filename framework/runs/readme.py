@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .. import plugins
 from ..metrics.columns import QUANTITIES, RESPONSE_KEYS, STEP_COLUMNS
 from ..recipe.recipe import Recipe
 from ..util.table import Table
@@ -46,7 +45,6 @@ def readme(name: str, recipe: Recipe, cells: int, prompts: int) -> str:
     ]
     settings = [[f"`{q.name}`", q.meaning] for q in QUANTITIES if q.setting]
     results = [[f"`{q.name}`" + ", `…_low`, `…_high`" * q.estimate, q.meaning] for q in QUANTITIES if not q.setting]
-    results += [[f"`{entry.name}`", entry.summary] for entry in plugins.entries("columns").values()]
     parts = [
         f"# {name}",
         *([_line(recipe.question)] if recipe.question else []),

@@ -267,7 +267,7 @@ def test_headline_needs_certified_pair(measured: Path) -> None:
     of_run = pytest.importorskip("crossdraft_advisor.advise.candidates").of_run
     from crossdraft_advisor.advise.engine_settings import engine_settings
 
-    pairs = re.findall("^### ([^,\n]*)", engine_settings([finished], "html") or "", re.MULTILINE)
+    pairs = re.findall("^### ([^,\n]*)", engine_settings([finished]) or "", re.MULTILINE)
     assert set(pairs) == {"prompt-lookup × token"}
     result, notes = of_run(finished.summary.results, "run", finished.summary.curves)
     assert {item.acceptance.verifier for item in result} <= {"token"}

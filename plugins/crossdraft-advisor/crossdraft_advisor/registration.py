@@ -90,10 +90,6 @@ crossdraft_register_commands = _hook(f"{_PACKAGE}.commands.", *_COMMANDS.values(
 crossdraft_register_engines = _hook(_ENGINES, _SETTINGS)
 crossdraft_register_acceptance_formats = _hook(_ENGINES, _FORMATS)
 crossdraft_register_response_formats = _hook(f"{_PACKAGE}.replay.response_formats:", _RESPONSES)
-crossdraft_register_sections = _hook(
-    f"{_PACKAGE}.advise.engine_settings:",
-    "engine-settings | engine_settings | settings with which engines draft as the pairs did",
-)
 crossdraft_register_servers = _hook(_ENGINES, "openai | openai:OpenAiServer | a server that runs, with /v1/completions")
 
 

@@ -341,8 +341,15 @@ def test_command_writes_page(tmp_path: Path, capsys: Any) -> None:
 
 
 @needs_command("advise")
-def test_settings_of_engines(tmp_path: Path) -> None:
+def test_settings_of_engines(tmp_path: Path, install: Any) -> None:
     """The page offers the settings that the engines' own formats write, or the reason why not."""
+    from crossdraft_advisor import Engine, Settings
+
+    def export(self: Any, schedule: Any) -> Any:
+        return Settings("<b>--k</b>", (f"{1 // (self.name == 'theirs')} remark",))
+
+    parts = {"read_from": "Theirs 1.0", "methods": {"prompt-lookup": "ngram"}, "export": export}
+    install("engines", *((name, type(name, (Engine,), parts | {"name": name})) for name in ("theirs", "faulty")))
     file = tmp_path / "page.html"
     run = on_disk(finished_run(tmp_path / "run", SMALL, tokens=12))
     assert cli.main(["report", str(run), "--format", "html", "--out", str(file)]) == 0
@@ -355,3 +362,5 @@ def test_settings_of_engines(tmp_path: Path) -> None:
     assert "&quot;num_speculative_tokens&quot;: 3" in offered["vllm"] and "block" not in offered["vllm"]
     assert "option names of vLLM" in offered["vllm"] and "block" in second
     assert all("<pre>" in text or f"not in {name}: " in text for name, text in offered.items())
+    assert "&lt;b&gt;--k&lt;/b&gt;" in offered["theirs"]
+    assert "raised ZeroDivisionError" in offered["faulty"]

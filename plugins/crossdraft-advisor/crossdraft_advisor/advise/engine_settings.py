@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from crossdraft import UsageError
+from crossdraft import ContractError, UsageError
 from crossdraft.framework import plugins
 from crossdraft.runs import FinishedRun, group_title, mark_of, titles_of
 
@@ -17,14 +17,12 @@ Settings with which an engine drafts as a pair did here, with its draft length. 
 that pays at each batch size."""
 
 
-def engine_settings(runs: Sequence[FinishedRun], form: str) -> str | None:
+def engine_settings(runs: Sequence[FinishedRun]) -> str | None:
     """Settings of each known engine for each certified pair of drafter and verifier, batch sizes merged.
 
     A pair is a heading, an engine a heading below it, with the settings in a block, or the reason why the engine does
     not support the pair.
     """
-    if form != "html":
-        return None
     parts = []
     for run_title, run in zip(titles_of(runs), runs, strict=True):
         configs = [result.config for result in run.summary.results]
@@ -49,13 +47,13 @@ def engine_settings(runs: Sequence[FinishedRun], form: str) -> str | None:
 
 
 def _settings(name: str, schedule: Schedule) -> str:
-    engine = plugins.get("engines", name)()
-    with plugins.guarded("engines", name, "cannot() or export()"):
-        try:
+    try:
+        engine = plugins.get("engines", name)()
+        with plugins.guarded("engines", name, "cannot() or export()"):
             reason = engine.cannot(schedule.acceptance)
             settings = None if reason else engine.export(schedule)
-        except UsageError as error:  # a required setting is unknown
-            reason, settings = str(error), None
+    except (ContractError, UsageError) as error:  # a defect of a plug-in, or a required setting is unknown
+        reason, settings = str(error), None
     if settings is None:
         return f"#### {name}\n\n- not in {name}: {reason}"
     remarks = (f"option names of {engine.read_from}", *settings.remarks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from crossdraft.framework import plugins
 from crossdraft.framework.metrics.columns import meaning
 from crossdraft.framework.report.metrics_text import rate_text, speed_up_text
 from crossdraft.framework.runs.code_digest import source_of
-from crossdraft.runs import Mark, estimate_text, group_title, mark_of, pair_title
+from crossdraft.runs import Mark, group_title, mark_of, pair_title
 
 from ..charts.style import visible
 
@@ -160,15 +160,14 @@ def table_of(runs: RUNS) -> CellTable:
     targets = {result.config.target for result in results}
     batched = any(result.config.batch_size > 1 for result in results)
     tables = []
-    added = _added([run.summary for _, run in runs])
     for title, _, group_results in groups:
         drafting = [r for r in group_results if r.drafting]
-        rows = [_row(r, batched, added) for r in drafting]
+        rows = [_row(r, batched) for r in drafting]
         plain = next((rate_text(r.metrics) for r in group_results if r.config.is_baseline and r.metrics), "")
         if rows or plain:
             tables.append(Group(title, plain, rows))
     rows = [row for group in tables for row in group.rows]
-    columns = [c for c in (*COLUMNS, *added) if c.key == "pair" or any(row.values[c.key].text for row in rows)]
+    columns = [c for c in COLUMNS if c.key == "pair" or any(row.values[c.key].text for row in rows)]
     scales = {}
     for key in ESTIMATES:
         if estimates := [e for row in rows if (e := row.values[key].estimate) is not None]:
@@ -178,27 +177,7 @@ def table_of(runs: RUNS) -> CellTable:
     return CellTable(settings, columns, tables, scales)
 
 
-def _added(summaries: Sequence[Summary]) -> dict[Column, dict[str, Any]]:
-    """The columns of plug-ins, with their values by cell hash."""
-    entries = plugins.entries("columns")
-    added: dict[Column, dict[str, Any]] = {}
-    for name in dict.fromkeys(name for summary in summaries for name in summary.columns):
-        values = [summary.columns.get(name, {}) for summary in summaries]
-        column = Column(f"column-{name}", name, entries[name].summary)
-        added[column] = {key: value for part in values for key, value in part.items()}
-    return added
-
-
-def _value(value: Any) -> Value:
-    """An entry of a column of a plug-in."""
-    if isinstance(value, Estimate):
-        return Value(estimate_text(value), value.value)
-    if isinstance(value, str | None):
-        return Value(value or "")
-    return _number(value, ".2f" if isinstance(value, float) else "")
-
-
-def _row(result: CellResult, batched: bool, added: Mapping[Column, Mapping[str, Any]]) -> CellRow:
+def _row(result: CellResult, batched: bool) -> CellRow:
     config, metrics = result.config, result.metrics
     assert metrics is not None
     same, draft = metrics.same_as_baseline, metrics.shares.get("draft", 0.0) if metrics.timed else None
@@ -212,7 +191,6 @@ def _row(result: CellResult, batched: bool, added: Mapping[Column, Mapping[str, 
         "draft": _number(None if draft is None else 100 * draft, ".0f"),
         "same": _number(None if same is None else 100 * same, ".0f"),
     }
-    values |= {column.key: _value(by_cell.get(config.hash)) for column, by_cell in added.items()}
     return CellRow(config.drafter.title, config.verifier.title, mark_of(result), values)
 
 

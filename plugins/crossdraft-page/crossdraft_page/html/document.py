@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
+from crossdraft import UnknownNameError
+from crossdraft.framework import plugins
 from crossdraft.framework.report.answer import NOT_CERTIFIED, NOT_FASTER, Best, best_of, order
 from crossdraft.framework.report.batch_sizes import multi_over_single
 from crossdraft.framework.report.caveats import differences, remarks_of
 from crossdraft.framework.report.markdown import conditions
 from crossdraft.framework.report.metrics_text import efficiency_text
-from crossdraft.framework.report.sections import sections_of
 from crossdraft.runs import FinishedRun, titles_of
 
 from .cell_table import certificates, split_groups, table_of
@@ -71,10 +72,18 @@ def html_page(runs: Sequence[FinishedRun]) -> str:
         panels=panels,
         absent=absent,
         responses=responses,
-        sections=[Markup(markdown.render(text)) for text in sections_of(runs, "html")],
+        sections=[Markup(markdown.render(text)) for text in _added(runs)],
         certificates=certificates(sections),
         runs=[_about(title, run) for title, run in sections],
     )
+
+
+def _added(runs: Sequence[FinishedRun]) -> list[str]:
+    """Markdown of the sections that companions add."""
+    try:
+        return list(filter(None, [plugins.of_companion("section of engine settings")(runs)]))
+    except UnknownNameError:  # not installed
+        return []
 
 
 def _verdict(best: Best) -> str:
