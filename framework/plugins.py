@@ -58,6 +58,7 @@ _PACKAGES |= {("verifiers", "by-shape"): "by-shape"}
 #: What the core calls of companions: the distribution and the object.
 _CALLED = {
     "runner of engines": ("crossdraft-advisor", "crossdraft_advisor.engines.engine_cell:EngineCell"),
+    "consent to programs": ("crossdraft-advisor", "crossdraft_advisor.engines.consent:check_programs"),
     "runner of launchers": ("crossdraft-cluster", "crossdraft_cluster.launched_run:Launch"),
     "running of some layers": ("crossdraft-layers", "crossdraft_layers.layer_fork:LayerFork"),
     "tensor parallelism": ("crossdraft-cluster", "crossdraft_cluster.split_placement:Split"),

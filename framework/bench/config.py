@@ -34,7 +34,7 @@ class RunConfig:
         step_limit: seconds after which a step is aborted and its cell fails; None = no limit.
         validate: how often drafts and verdicts are checked in full, see `Decoder`.
         trust_remote_code: names of models that may run Python code from their own directories.
-        allow_programs: programs that the engines of the recipe may start, see `programs`.
+        allow_programs: programs that the engines of the recipe may start.
         shard: measure only this part of the groups, in its own directory, see `runs.shards`.
         untimed: discard times, for a device shared with other processes.
         log: receives progress messages, one line each; None for no messages.

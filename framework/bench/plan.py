@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from random import Random
 from typing import Any
 
+from .. import plugins
 from ..recipe.prompts import Prompt, refuse_constraints
 from ..recipe.recipe import CellConfig, digest
 from ..runs.labels import counted, group_title
@@ -17,7 +18,6 @@ from .cells.conversations import blocks_of
 from .config import RunConfig
 from .environment import describe
 from .matrix import Expansion, expand
-from .programs import check_programs
 from .provenance import changes, provenance
 
 
@@ -146,9 +146,12 @@ def make_plan(config: RunConfig) -> Plan:
     """
     recipe = config.recipe
     expansion = expand(recipe)
-    check_programs(recipe, expansion.cells, config.allow_programs)
+    engine = next((cell.engine for cell in expansion.cells if cell.engine is not None), None)
+    if engine or config.allow_programs:
+        with recipe.places.at(("engine",)):
+            plugins.of_companion("consent to programs")(expansion.cells, config.allow_programs)
     prompts = recipe.selected_prompts.load()
-    if engine := next((cell.engine for cell in expansion.cells if cell.engine is not None), None):
+    if engine:
         refuse_constraints(prompts, f"the engine {engine.name}")
     path = config.out / f"{recipe.name}-{expansion.hash}"
     groups = expansion.groups()

@@ -9,12 +9,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable
 
-from .. import plugins
-from ..errors import UsageError, quoted
-from ..recipe.recipe import CellConfig, Recipe
+from crossdraft import UsageError, quoted
+from crossdraft.framework import plugins
+from crossdraft.runs import CellConfig
 
 
-def check_programs(recipe: Recipe, cells: Iterable[CellConfig], allowed: Iterable[str]) -> None:
+def check_programs(cells: Iterable[CellConfig], allowed: Iterable[str]) -> None:
     """Check that every program of the engines of ``cells`` is among the ``allowed`` ones.
 
     Raises:
@@ -36,7 +36,7 @@ def check_programs(recipe: Recipe, cells: Iterable[CellConfig], allowed: Iterabl
         if program not in allowed:
             reason = "a recipe cannot start or steer programs by itself"
             cure = f"if you trust this, add --allow-program {shlex.quote(program)}"
-            raise recipe.places.error(("engine",), f"{subject}: {reason}; {cure}")
+            raise UsageError(f"{subject}: {reason}; {cure}")
     if unknown := sorted(allowed - programs.keys()):
         raise UsageError(
             f"--allow-program {quoted(unknown[0])} is not a program of this recipe; its programs: "
