@@ -1,20 +1,18 @@
 """Measurements on a GPU, in commands of at most ten minutes: every row is written when it is done, and a rerun resumes.
 
-    python benchmarks/gpu.py [--parts tests passes ...] [--out gpu-report] [--seconds 540]
+    python benchmarks/gpu.py [--parts passes strategies ...] [--out gpu-report] [--seconds 540]
     python benchmarks/gpu.py --device cpu --tiny        # a rehearsal: its numbers mean nothing
 
 Rows go to ``OUT/rows.jsonl``, with the device and the versions, and as tables to ``OUT/report.md``. Rows that are there
 are not measured again; one that failed or ran out of time is. docs/gpu.md has the order of the parts, what they need
 and what to bring back.
 
-    tests       the tests that need CUDA, by group: ``pytest -m "gpu and not slow"``
     passes      plain passes over one token and a chain of five, with transformers' layers, fused ones
                 (CROSSDRAFT_FUSED_LAYERS=1) and FlexAttention: time, share of the memory's bandwidth, kernels a layer
     decoding    transformers' generate against plain decoding, B = 1
     strategies  plain, prompt lookup, and two drafters (a draft model, EAGLE-3) with three verifiers each: tokens per
                 second, kernels a layer of the target's pass, launches and waits of a step, share outside of the passes
     cost        cost curves, as files that ``crossdraft cost`` and ``advise`` read
-    heads       EAGLE-3 and Medusa for SmolLM2, trained on its own responses (needs crossdraft-trainers and --model)
 
 Models have random weights in the shapes of SmolLM2-135M, Qwen2.5-1.5B, Llama 3 8B and OLMoE-1B-7B, and prompts are
 random: drafts are accepted by chance, so `strategies` shows times of steps, not speed-ups.
@@ -27,11 +25,8 @@ import gc
 import importlib.util
 import json
 import os
-import shutil
 import signal
 import statistics
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -42,7 +37,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import checkout
+import checkout  # noqa: F401
 import loop_overhead
 import torch
 from tabulate import tabulate
@@ -83,18 +78,6 @@ TINY |= {"intermediate_size": 48, "vocab_size": 500, "num_experts": 4, "num_expe
 #: Drafters and the verifiers of each, in `strategies`.
 PAIRS = [("none", "token"), ("prompt-lookup", "token")]
 PAIRS += list(product(("draft-model", "eagle3"), ("token", "block", "sample-match")))
-#: Groups of tests, by the arguments of pytest.
-TESTS = {
-    "core": ["tests"],
-    "layers": ["plugins/crossdraft-layers/tests"],
-    "drafters": ["plugins/crossdraft-drafters/tests"],
-    "trainers": ["plugins/crossdraft-trainers/tests"],
-}
-#: Options of `crossdraft train` for each kind of heads.
-HEADS = {
-    "eagle3": {"unroll": 5, "draft-vocab": 8192, "learning-rate": 1e-3},
-    "medusa": {"heads": 4, "learning-rate": 2e-3},
-}
 REPEATS, WARM_UP, STEPS = 5, 2, 16
 #: Functions of the CUDA runtime and driver that launch work.
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
@@ -311,27 +294,6 @@ def weights_read(model: Any) -> int:
 # -- parts ----------------------------------------------------------------------------------------------------
 
 
-def tests(bench: Bench) -> Rows:
-    def run(paths: list[str]) -> dict[str, Any]:
-        command = [sys.executable, "-m", "pytest", "-q", "-n8", "--dist=load", "-m", "gpu and not slow", "-rfE"]
-        command += ["-p", "no:cacheprovider", *paths]
-        process = subprocess.Popen(command, cwd=checkout.ROOT, stdout=subprocess.PIPE, text=True)
-        try:
-            output, _ = process.communicate()
-        finally:
-            process.kill()
-        (bench.args.out / f"tests-{Path(paths[0]).parent.name or 'core'}.txt").write_text(output, encoding="utf-8")
-        return {"exit status": process.returncode, "last line": output.strip().rpartition("\n")[2]}
-
-    missing = [name for name in ("pytest", "xdist", "hypothesis") if importlib.util.find_spec(name) is None]
-    for name, paths in TESTS.items():
-        if not bench.cuda or missing:
-            reason = f"not installed: {', '.join(missing)}" if bench.cuda else "needs CUDA"
-            yield {"tests": name}, lambda reason=reason: {"last line": f"not run: {reason}"}
-        else:
-            yield {"tests": name}, partial(run, paths)
-
-
 def passes(bench: Bench) -> Rows:
     kinds: dict[str, dict[str, Any]] = {"transformers": {}, "fused": {}}
     if bench.device.type in FLEX_DEVICES:
@@ -441,50 +403,8 @@ def cost(bench: Bench) -> Rows:
         yield {"model": name, "file": file}, partial(run, name, file)
 
 
-def heads(bench: Bench) -> Rows:
-    args = bench.args
-
-    def run(kind: str) -> dict[str, Any]:
-        out = args.out / kind
-        first = args.out / next(iter(HEADS))
-        if out != first and not (out / "texts.jsonl").exists():  # all kinds learn from the same texts
-            out.mkdir(parents=True, exist_ok=True)
-            for name in ("texts.jsonl", "texts.json"):
-                shutil.copy(first / name, out / name)
-        small = args.tiny
-        options = HEADS[kind] | {
-            **{"target": args.model, "out": out, "tokens": args.tokens, "device": args.device, "epochs": 1},
-            **{"write-batch": 8 if small else 512, "batch-tokens": 512 if small else 65536, "minutes": args.minutes},
-            **{"patience": 2, "held-out": 0.2 if small else 0.002, "max-response": 16 if small else 256},
-            **{"precision": "bf16" if bench.cuda else "no", "measure-limit": 2 if small else 24},
-            **{"measure-tokens": 8 if small else 64, "save-minutes": 2},
-        }
-        if kind == "eagle3" and small:
-            options |= {"draft-vocab": 64}
-        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        process = subprocess.Popen([sys.executable, "-m", "crossdraft", "train", kind, *words])
-        try:
-            status = process.wait(max(bench.deadline - time.monotonic() - 20, 1))
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)  # it saves its checkpoint, and the next call resumes
-            process.wait()
-            raise OutOfTime from None
-        finally:
-            process.kill()  # of one that still saves when the time is over, the checkpoint before counts
-        if status:
-            raise RuntimeError(f"crossdraft train {kind} ended with status {status}")
-        facts = json.loads((out / "training.json").read_text(encoding="utf-8"))
-        size = sum(file.stat().st_size for file in out.glob("*.safetensors")) / 2**20
-        return {"MiB": size, "tokens": facts["tokens"], "steps": facts["steps"], "curve": facts["log"]}
-
-    for kind in HEADS if args.model else ():
-        yield {"heads": kind, "tokens": args.tokens}, partial(run, kind)
-
-
 #: Parts in the order of their importance.
-PARTS: dict[str, Callable[[Bench], Rows]] = {
-    part.__name__: part for part in (tests, passes, strategies, cost, decoding, heads)
-}
+PARTS: dict[str, Callable[[Bench], Rows]] = {part.__name__: part for part in (passes, strategies, cost, decoding)}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -496,9 +416,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--gamma", type=int, default=4, help="draft length")
-    parser.add_argument("--model", default="", help="target of heads: name or directory")
-    parser.add_argument("--tokens", type=int, default=30_000_000, help="response tokens that heads are trained on")
-    parser.add_argument("--minutes", type=float, default=8.0, help="training time of each kind of heads")
     parser.add_argument("--seconds", type=float, default=540, help="time of the command")
     parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="folder of the rows and the cost curves")
     args = parser.parse_args(arguments)
