@@ -388,8 +388,7 @@ _BASES |= {"backends": "models:Backend", "preparations": "models:ModelPreparatio
 #: Base class and required methods of kinds whose base class this layer does not import.
 _METHODS = {
     "engines": ("crossdraft_advisor.Engine", ("cannot", "scheduled", "export")),
-    "acceptance_formats": ("crossdraft_advisor.AcceptanceFormat", ("read",)),
-    "response_formats": ("crossdraft_advisor.ResponseFormat", ("rows",)),
+    "formats": ("crossdraft_advisor.AcceptanceFormat or ResponseFormat", ("read", "rows")),  # one of both
     "launchers": ("crossdraft_cluster.launcher.Launcher", ("devices", "start")),
     "servers": ("crossdraft_advisor.EngineServer", ("start", "complete", "stop")),
     "reports": ("crossdraft.Report", ("render",)),
@@ -402,7 +401,8 @@ def _check(kind: str, name: str, registered: Any) -> None:
         _check_class(kind, name, registered)
     elif kind in _METHODS:
         base, methods = _METHODS[kind]
-        if not isinstance(registered, type) or not all(callable(getattr(registered, m, None)) for m in methods):
+        defined = [callable(getattr(registered, method, None)) for method in methods]
+        if not isinstance(registered, type) or not (any(defined) if kind == "formats" else all(defined)):
             raise ContractError(f"{name!r} must be a subclass of {base}, not {quoted(registered)}")
     elif kind == "commands":
         if missing := [part for part in ("add_arguments", "main") if not callable(getattr(registered, part, None))]:

@@ -79,13 +79,12 @@ def crossdraft_register_engines(register: Register) -> None:
 
 
 @hookspec
-def crossdraft_register_acceptance_formats(register: Register) -> None:
-    """Register subclasses of `crossdraft_advisor.AcceptanceFormat`, each under its own ``name``: readers of a log."""
+def crossdraft_register_formats(register: Register) -> None:
+    """Register formats of files, each under its own ``name``.
 
-
-@hookspec
-def crossdraft_register_response_formats(register: Register) -> None:
-    """Register subclasses of `crossdraft_advisor.ResponseFormat`, each under its own ``name``, for replay."""
+    They are subclasses of `crossdraft_advisor.AcceptanceFormat`, which reads logs and counters, of
+    `crossdraft_advisor.ResponseFormat`, for replay, or of both.
+    """
 
 
 @hookspec

@@ -88,9 +88,14 @@ def _hook(prefix: str, *tables: str, headings: Iterable[str] = ("",)) -> Any:
 
 crossdraft_register_commands = _hook(f"{_PACKAGE}.commands.", *_COMMANDS.values(), headings=_COMMANDS)
 crossdraft_register_engines = _hook(_ENGINES, _SETTINGS)
-crossdraft_register_acceptance_formats = _hook(_ENGINES, _FORMATS)
-crossdraft_register_response_formats = _hook(f"{_PACKAGE}.replay.response_formats:", _RESPONSES)
 crossdraft_register_servers = _hook(_ENGINES, "openai | openai:OpenAiServer | a server that runs, with /v1/completions")
+
+
+@hookimpl
+def crossdraft_register_formats(register: Register) -> None:
+    """Register formats of acceptance and of responses."""
+    _hook(_ENGINES, _FORMATS)(register)
+    _hook(f"{_PACKAGE}.replay.response_formats:", _RESPONSES)(register)
 
 
 @hookimpl

@@ -1,8 +1,8 @@
 """Formats in which acceptance is recorded: logs, counters, responses and benchmarks of engines.
 
-Formats are registered through the hook ``crossdraft_register_acceptance_formats``, each a subclass of
-`AcceptanceFormat`. Every source is read in every format. A record that is damaged, idle or failed is skipped and
-counted; a source is refused only if none of its records can be read.
+Formats are registered through the hook ``crossdraft_register_formats``, each a subclass of `AcceptanceFormat`, or of
+`ResponseFormat` of `replay.response_formats`. Every source is read in every format of acceptance. A record that is
+damaged, idle or failed is skipped and counted; a source is refused only if none of its records can be read.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def acceptances_in(source: Source, earlier: Source | None = None, *, plain: bool
     """Every acceptance in a source, see `read_acceptances`."""
     acceptances: list[Acceptance] = []
     failures: list[str] = []
-    for entry in plugins.entries("acceptance_formats"):
+    for entry in plugins.entries("formats"):
         try:
             with source.skipping():
                 acceptances += _read(entry, source, earlier)
@@ -144,22 +144,23 @@ def acceptances_in(source: Source, earlier: Source | None = None, *, plain: bool
         reason = reason or "it has the speeds of a server that does not draft" * bool(source.timed)
         raise UsageError(
             f"{source.name} has no acceptance in a known format of a log, metrics or responses (see crossdraft list "
-            f"acceptance_formats){reason and '; ' + reason}"
+            f"formats){reason and '; ' + reason}"
         )
     return acceptances
 
 
 def _read(entry: str, source: Source, earlier: Source | None) -> list[Acceptance]:
     """Every acceptance in one format, with the draft length of ``source``. Raises ContractError for its defects."""
-    reader = plugins.get("acceptance_formats", entry)()
+    cls = plugins.get("formats", entry)
+    if not hasattr(cls, "read"):  # a format of responses
+        return []
+    reader = cls()
     if earlier is not None and not reader.subtracts:
         return []
-    with plugins.guarded("acceptance_formats", entry, "read()"):
+    with plugins.guarded("formats", entry, "read()"):
         items = list(reader.read(source, earlier))
     if not all(isinstance(item, Acceptance) for item in items):
-        raise plugins.unusable(
-            "acceptance_formats", entry, "read() must return a list of crossdraft_advisor.Acceptance"
-        )
+        raise plugins.unusable("formats", entry, "read() must return a list of crossdraft_advisor.Acceptance")
     acceptances = []
     for item in items:
         length = item.gamma or item.draft_length

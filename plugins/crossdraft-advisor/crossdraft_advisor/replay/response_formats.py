@@ -1,6 +1,6 @@
 """Formats of responses other than the plain one and OpenAI's: each converts its objects to the plain format.
 
-Formats are registered through the hook ``crossdraft_register_response_formats``, each a subclass of `ResponseFormat`.
+Formats are registered through the hook ``crossdraft_register_formats``, each a subclass of `ResponseFormat`.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ class ResponseFormat(ABC):
 def plain_rows(row: Any, context: ParseContext, place: str) -> Iterator[Any]:
     """Yield the rows of the plain format, or of OpenAI's, for a JSON object in any format."""
     if isinstance(row, dict):
-        for name in plugins.entries("response_formats"):
+        for name in plugins.entries("formats"):
             try:
-                with plugins.guarded("response_formats", name, "rows()"):
-                    rows = plugins.get("response_formats", name)().rows(row, context, place)
+                with plugins.guarded("formats", name, "rows()"):
+                    cls = plugins.get("formats", name)
+                    rows = cls().rows(row, context, place) if hasattr(cls, "rows") else None
                     rows = None if rows is None else list(rows)
             except ContractError as error:  # of a plug-in; the other formats are tried
                 context.skip("that a format of a plug-in cannot convert", f"{place}: {error}")

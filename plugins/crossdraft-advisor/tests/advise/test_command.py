@@ -385,7 +385,7 @@ def test_engines_of_plug_ins_keep_their_contract(place: Path, capsys: Any, insta
     costs = ("--cost", "passes.csv", "--batch-size", "1", *SAID)
     code, _, err = advise(capsys, "vllm.log", *costs, "--export", "theirs")
     assert code == 1 and "the engine 'theirs'" in err and "must return crossdraft_advisor.Settings" in err
-    install("acceptance_formats", ("lists", Lists))
+    install("formats", ("lists", Lists))
     code, out, _ = advise(capsys, "vllm.log", *costs)  # the other formats are read
     assert code == 0 and "must return a list of crossdraft_advisor.Acceptance" in out
 

@@ -46,7 +46,7 @@ COSTS = "batch_size,width,context,seconds\n" + "".join(
 
 
 def read(text: str, name: str = "minimaxm3_eagle3.yaml") -> list[Acceptance]:
-    return plugins.get("acceptance_formats", "golden-al")().read(Source(text, name))
+    return plugins.get("formats", "golden-al")().read(Source(text, name))
 
 
 def lengths(acceptances: list[Acceptance]) -> dict[int, float]:

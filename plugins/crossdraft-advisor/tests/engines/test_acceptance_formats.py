@@ -415,14 +415,14 @@ class Broken(Theirs):
 
 
 def test_formats_of_plug_ins(install: Any) -> None:
-    install("acceptance_formats", ("theirs", Theirs))
+    install("formats", ("theirs", Theirs))
     (acceptance,) = acceptances_in(Source("accepted 0.8 0.6\n", "log"))
     assert acceptance.marginal == (0.8, 0.6) and acceptance.format == "theirs: steps of our server"
-    install("acceptance_formats", ("theirs", Theirs), ("broken", Broken))
+    install("formats", ("theirs", Theirs), ("broken", Broken))
     source = Source("accepted 0.8 0.6\n", "log")
     assert len(acceptances_in(source)) == 1 and "format 'broken'" in source.skipped[0]  # it fails alone
     with pytest.raises(UsageError, match=r"format 'broken'.*read\(\) raised KeyError"):
         acceptances_in(Source("nothing\n", "log"))
-    install("acceptance_formats", ("odd", object()))
+    install("formats", ("odd", object()))
     with pytest.raises(ContractError, match=r"crossdraft_advisor\.AcceptanceFormat"):
-        plugins.get("acceptance_formats", "odd")
+        plugins.get("formats", "odd")

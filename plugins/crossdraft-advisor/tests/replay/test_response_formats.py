@@ -172,6 +172,6 @@ class Broken(ResponseFormat):
 
 def test_formats_of_plug_ins(read: Any, install: Any) -> None:
     """One that fails is named, and the others are tried."""
-    install("response_formats", ("broken", Broken), ("pairs", Pairs))
+    install("formats", ("broken", Broken), ("pairs", Pairs))
     (response,), reader = read(text_of({"question": "w5 w6", "answer": "w7 w8"}))
     assert list(response.tokens) == [7, 8] and "'broken'" in "".join(reader.skipped.values())
