@@ -1,9 +1,9 @@
-from .framework.cli.options.machine import BatchSizes as BatchSizes
-from .framework.cli.options.machine import Contexts as Contexts
 from .framework.cli.options.run import ForceOptions as ForceOptions
 from .framework.cli.options.run import JsonOptions as JsonOptions
 from .framework.cli.options.run import output_folder as output_folder
 from .framework.cli.options.sampling import SamplingOptions as SamplingOptions
+from .framework.cli.options.sizes import BatchSizes as BatchSizes
+from .framework.cli.options.sizes import Contexts as Contexts
 from .framework.cli.options.trust import ProgramOptions as ProgramOptions
 from .framework.cli.options.trust import TrustOptions as TrustOptions
 from .framework.contracts.command import add_options as add_options

@@ -44,6 +44,7 @@ COMPANIONS |= {("trainers", name): "crossdraft-trainers" for name in _TRAINERS}
 _ADVISOR = ("advise", "certify-model", "certify-samples", "compare-texts", "diagnose", "gate", "replay", "simulate")
 _ADVISOR += ("verify-engine",)
 COMPANIONS |= {("commands", name): "crossdraft-advisor" for name in _ADVISOR}
+COMPANIONS |= {("options", "cost --on"): "crossdraft-advisor"}
 COMPANIONS |= {("reports", name): "crossdraft-page" for name in ("html", "pdf", "png", "svg")}
 _LAYERS = ("flex-attention", "longrope", "recurrent-layers", "small-batch-linear")
 COMPANIONS |= {("preparations", name): "crossdraft-layers" for name in _LAYERS}
@@ -66,7 +67,6 @@ _CALLED = {
         "crossdraft-advisor",
         "crossdraft_advisor.advise.engine_settings:engine_settings",
     ),
-    "roofline": ("crossdraft-advisor", "crossdraft_advisor.roofline.roofline:modelled"),
 }
 _COMMAND = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 

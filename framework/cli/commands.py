@@ -1,5 +1,7 @@
 """The built-in commands, registered through the hook that third parties use."""
 
+from importlib.util import find_spec
+
 from ..contracts.hookspecs import Register, hookimpl
 
 #: Headings of ``crossdraft --help``, in order; those of other distributions follow.
@@ -31,4 +33,7 @@ def crossdraft_register_commands(register: Register) -> None:
             if not colon:  # a module with add_arguments and main
                 *parents, attribute = place.split(".")
                 module = ".".join(parents)
-            register(name, f"{package}.{module}".rstrip(".") + f":{attribute}", summary, heading)
+            reference = f"{package}.{module}".rstrip(".") + f":{attribute}"
+            if name == "cost" and find_spec("crossdraft_advisor"):  # with the roofline model of other machines
+                reference = "crossdraft_advisor.commands.cost:CostAnywhere"
+            register(name, reference, summary, heading)

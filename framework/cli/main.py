@@ -48,6 +48,9 @@ def _main(argv: list[str], lead: bool = False) -> int:
             return plugins.of_companion("tensor parallelism").lead(lambda: _main(argv))
         known, unknown = _parser(argv[0] if argv else "").parse_known_args(argv)
         if unknown:
+            for name in (f"{argv[0]} {word.partition('=')[0]}" for word in unknown):
+                if ("options", name) in plugins.COMPANIONS:
+                    raise plugins.unknown("options", name)
             known.refuse(f"unrecognized arguments: {' '.join(unknown)}; a value follows its option: --target MODEL")
         args, debug = known, getattr(known, "debug", False)
         code = known.main(known)

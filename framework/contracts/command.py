@@ -177,7 +177,8 @@ class Command(Options, ABC):
 
 def add_options(parser: Any, model: type[Options]) -> None:
     """Add the fields of a model to a parser, or to a group of its options: its own, inherited ones, ``--debug``."""
-    own = vars(model).get("__annotations__", {})
+    homes = (base for base in model.__mro__ if base is model or "name" in vars(base))  # not shared options
+    own = {name for base in homes for name in vars(base).get("__annotations__", {})}
     groups: dict[str, Any] = {"": parser}
     exclusive: dict[str, Any] = {}
     for option in sorted(_options(model), key=lambda option: (option.name == "debug", option.name not in own)):

@@ -39,28 +39,6 @@ class Curve(Protocol):
         ...
 
 
-class ModelledCurve(Curve, Protocol):
-    """Protocol for passes of a model on a machine that is not at hand."""
-
-    @property
-    def memory(self) -> float:
-        """Memory of a device in bytes."""
-        ...
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Names of the model and the machine, for JSON output."""
-        ...
-
-    def description(self, context: float) -> str:
-        """The model, the machine and assumptions, for readers."""
-        ...
-
-    def memory_bytes(self, batch_size: float, context: float) -> float:
-        """Bytes of weights and cache on one device."""
-        ...
-
-
 #: Greatest time of a pass over that of a larger one: one row is slow in some libraries, and times are noisy.
 MOST_EXCESS = 2.0
 

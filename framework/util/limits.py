@@ -44,8 +44,6 @@ MOST_PROMPTS = Limit(50_000, "every cell decodes each of them")
 MOST_SEED = Limit(2**64 - 1, "the random numbers are keyed by 64 bits")
 MOST_REPEATS = Limit(1000, "each is a pass at every point")
 MOST_POINTS = Limit(10_000, "each of them is measured")
-MOST_BYTES = Limit(16, "numbers of a model are not larger")
-MOST_DEVICES = Limit(65_536, "models are not spread over more")
 
 # -- a constraint ----------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from crossdraft.framework import plugins
+from crossdraft.framework.cli import commands
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.cli.cost import pass_timing
 from crossdraft.framework.cli.cost.pass_timing import measure_passes
@@ -76,8 +77,6 @@ def test_disturbed_passes_are_measured_again(tiny_model: Any, monkeypatch: Any) 
     ("options", "message"),
     [
         ([], "cost requires --target"),
-        (["--on", "h100"], "cost requires --target"),
-        (["--target", "X", "--on", "h100", "--context", "1,2"], "--context takes one value with --on"),
         (["--target", "X", "--run", "R", "--acceptance", "0.5"], "--acceptance 0.5 has no effect with --run"),
         (["--run", "R", "--gamma", "2"], "--gamma 2 has no effect without --target"),
         (["--run", "R", "--context", "64"], "--context 64 has no effect without --target"),
@@ -88,6 +87,15 @@ def test_options_that_do_not_fit(options: list[str], message: str, config_file: 
     options = [config_file if option == "X" else option for option in options]
     assert cli.main(["cost", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", ["--on h100", "--devices 8 --on=h100"])
+def test_other_machines_need_the_advisor(options: str, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(commands, "find_spec", lambda module: None)
+    monkeypatch.setattr(plugins.manager(), "_collected", None)
+    assert cli.main(["cost", "--target", "model", *options.split()]) == 2
+    remedy = "in a clone of crossdraft: pip install plugins/crossdraft-advisor"
+    assert f"the option 'cost --on' is part of crossdraft-advisor; {remedy}" in capsys.readouterr().err
 
 
 def test_from_measuring_to_run_and_back(

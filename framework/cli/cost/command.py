@@ -1,41 +1,40 @@
-"""``crossdraft cost``: latency of forward passes, measured or from a roofline model, and predicted speed-ups."""
+"""``crossdraft cost``: latency of forward passes, measured or from a roofline model, and predicted speed-ups.
+
+crossdraft-advisor extends the command by the roofline model of a machine that is not at hand.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from ... import plugins
 from ...contracts.command import Argument, Command
 from ...errors import ModelError, UsageError
 from ...util.estimate import Estimate
 from ...util.limits import MOST_LEVELS, MOST_NODES, MOST_POINTS, MOST_REPEATS
 from ...util.table import Table
-from ..options.machine import BatchSizes, Contexts, MachineOptions, Share
 from ..options.run import JsonOptions
+from ..options.sizes import BatchSizes, Contexts, Share
 from ..options.trust import TrustOptions
 
 if TYPE_CHECKING:
-    from ...cost.curve import CostCurve, Curve, ModelledCurve
+    from ...cost.curve import CostCurve, Curve
     from ...cost.prediction import CellStatistics
     from ...runs.records import CellResult
 
-ROOFLINE_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-ROOFLINE_CONTEXT = 1024
 ACCEPTANCE = (0.6, 0.7, 0.8, 0.9)
 
 
 _MEASURING, _PREDICTING = "measuring on this machine", "predicting"
 
 
-class Cost(TrustOptions, MachineOptions, JsonOptions, Command):
-    """Latency of passes, measured or modelled, and the speed-ups that follow from it."""
+class Cost(TrustOptions, JsonOptions, Command):
+    """Latency of passes and the speed-ups that follow from it."""
 
     name: ClassVar[str] = "cost"
 
@@ -73,20 +72,23 @@ class Cost(TrustOptions, MachineOptions, JsonOptions, Command):
 
     def run(self) -> int:
         """Raises UsageError (exit status 2) for options that cannot be combined, unknown names or missing curves."""
-        self._check()
-        parts = _modelled(self) if self.on else _measured(self) if self.target else _of_run(self)
+        self.check()
         data: dict[str, Any] = {}
         texts = []
-        for values, text in parts:
+        for values, text in self.parts():
             data |= values
             texts += [text] * bool(text)
         print(json.dumps(data, indent=2) if self.json_ else "\n\n".join(texts))
         return 0
 
-    def _check(self) -> None:
+    def parts(self) -> Parts:
+        """The parts of the report."""
+        return _measured(self) if self.target else _of_run(self)
+
+    def check(self) -> None:
         """Raise UsageError for options that cannot be combined."""
-        self.trusted(() if self.on else (self.target, self.drafter))
-        if not self.target and (self.on or not self.run_):
+        self.trusted((self.target, self.drafter))
+        if not self.target and not self.run_:
             raise UsageError("cost requires --target: a model to measure, or with --on its config.json")
         if self.run_:
             self.refuse_given(["acceptance"], "with --run, which gives the acceptance")
@@ -95,11 +97,75 @@ class Cost(TrustOptions, MachineOptions, JsonOptions, Command):
                 ("drafter", "gamma", "width", "context"),
                 "without --target: --run alone predicts cells as they were measured",
             )
-        if self.on and len(self.context) > 1:
-            raise UsageError("--context takes one value with --on")
         points = len(self.batch_size or [1]) * len(self.width or [1]) * len(self.context or [1])
         if reason := MOST_POINTS.violation(points):
             raise UsageError(f"--batch-size, --width and --context together are {points} points; {reason}")
+
+    def chains(self, context: float) -> tuple[dict[str, CellStatistics], int, list[str]]:
+        """Cells with token verification of chains for each acceptance rate, by name; gamma; remarks."""
+        from ...cost.prediction import CellStatistics
+
+        gamma = self.gamma or 4
+        chains = {f"a = {a:g}": CellStatistics.chain(1, gamma, a, context) for a in self.acceptance or ACCEPTANCE}
+        return chains, gamma, [f"a: acceptance rate per token, in chains of {gamma}"]
+
+    def schedules(
+        self, target: Curve, drafter: Curve | None, batch_sizes: Sequence[int], context: float
+    ) -> tuple[Mapping[str, Any], str]:
+        """The best draft length per batch size, by acceptance rate, as options of the length policy ``batch-size``."""
+        from ...cost.prediction import schedule
+
+        gamma = self.gamma or 4
+        schedules = {
+            f"a = {a:g}": [list(pair) for pair in schedule(a, gamma, target, drafter, batch_sizes, context)]
+            for a in self.acceptance or ACCEPTANCE
+        }
+        lines = [f"{name}: policy: {{name: batch-size, lengths: {lengths}}}" for name, lengths in schedules.items()]
+        title = f"best draft lengths up to {gamma}, as [from batch size, length]:"
+        return {"schedule": schedules}, "\n".join([title, *lines])
+
+    @staticmethod
+    def by_batch_size(
+        pairs: Mapping[str, CellStatistics],
+        gamma: int,
+        target: Curve,
+        drafter: Curve | None,
+        batch_sizes: Sequence[int],
+        context: float,
+    ) -> Parts:
+        """Seconds per pass and speed-up of every pair by batch size, and where drafting stops paying."""
+        from ...cost.prediction import predict, stops_paying
+
+        speed_ups = {
+            name: {b: predict(cell.at(b), target, drafter).speed_up for b in batch_sizes}
+            for name, cell in pairs.items()
+        }
+        passes = {b: {width: target.seconds(b, width, context) for width in (1, gamma + 1)} for b in batch_sizes}
+        steps = {b: drafter.seconds(b, 1, context) for b in batch_sizes} if drafter else None
+        rows = []
+        for b in batch_sizes:
+            seconds = [*passes[b].values(), *([steps[b]] if steps else [])]
+            values = [by_size[b] for by_size in speed_ups.values()]
+            rows.append([str(b), *(f"{1e3 * s:.2f}" for s in seconds), *(f"{v:.2f}{' <' * (v < 1)}" for v in values)])
+        legend = "T(W): a pass over W tokens per row, B rows. Other columns: speed-up over plain decoding; <: below 1"
+        header = ["B", "T(1) ms", f"T({gamma + 1}) ms", *(["draft step ms"] if steps else []), *speed_ups]
+        data = {"gamma": gamma, "target_seconds": passes, "draft_step_seconds": steps, "speed_up": speed_ups}
+        yield data, f"{_table(header, rows)}\n\n{legend}"
+
+        stops = {name: stops_paying(list(values), list(values.values())) for name, values in speed_ups.items()}
+        lines = []
+        for name, below in stops.items():
+            if below is None:
+                lines.append(f"{name} pays at all listed batch sizes")
+            elif below == min(batch_sizes):
+                lines.append(f"{name} does not pay at any listed batch size")
+            else:
+                lines.append(f"{name} stops paying at B = {below}")
+        yield {"stops_paying": stops}, "\n".join(lines)
+
+    def free(self) -> str:
+        """A remark on speed-ups without the cost of drafts; empty with --drafter."""
+        return "" if self.drafter else "without --drafter, speed-ups leave out the cost of drafts"
 
 
 #: Parts of a report: keys of the JSON object, and a paragraph of the text.
@@ -135,15 +201,11 @@ def _measured(options: Cost) -> Parts:
     if options.run_:
         yield from _of_run(options)
     elif options.acceptance or options.gamma:
-        chains, gamma, remarks = _chains(options, context)
+        chains, gamma, remarks = options.chains(context)
         yield {}, f"context {context}"
-        yield from _by_batch_size(chains, gamma, target, drafter, options.batch_size or batch_sizes, context)
-        yield from (({}, remark) for remark in [*remarks, _free(options)])
-        yield _schedules(options, target, drafter, options.batch_size or batch_sizes, context)
-
-
-def _free(options: Cost) -> str:
-    return "" if options.drafter else "without --drafter, speed-ups leave out the cost of drafts"
+        yield from options.by_batch_size(chains, gamma, target, drafter, options.batch_size or batch_sizes, context)
+        yield from (({}, remark) for remark in [*remarks, options.free()])
+        yield options.schedules(target, drafter, options.batch_size or batch_sizes, context)
 
 
 def _curve(
@@ -264,120 +326,6 @@ def _pair(result: CellResult) -> list[str]:
 
     config = result.config
     return [config.drafter.title, verifier_title(result), f"{config.sampling.temperature:g}", str(config.batch_size)]
-
-
-# -- another machine --------------------------------------------------------------------------------------------
-
-
-def _modelled(options: Cost) -> Parts:
-    """Predictions for a target and a draft model on a named accelerator, which is not at hand."""
-    modelled = plugins.of_companion("roofline")
-    context = (options.context or [ROOFLINE_CONTEXT])[0]
-    target: ModelledCurve = modelled(options, options.target)
-    drafter: ModelledCurve | None = modelled(options, options.drafter) if options.drafter else None
-    batch_sizes = options.batch_size or list(ROOFLINE_BATCH_SIZES)
-    pairs, gamma, remarks = (_measured_pairs if options.run_ else _chains)(options, context)
-    sizes = {b: sum(r.memory_bytes(b, context) for r in (target, drafter) if r) for b in batch_sizes}
-    yield target.facts | {"context": context, "bytes_held": sizes}, target.description(context)
-    yield from _by_batch_size(pairs, gamma, target, drafter, batch_sizes, context)
-    if not options.run_:
-        yield _schedules(options, target, drafter, batch_sizes, context)
-    yield {}, "\n".join(filter(None, [*remarks, _free(options)]))
-    if full := [b for b, bytes_ in sizes.items() if bytes_ > target.memory]:
-        size = f"{target.memory / 1e9:.0f} GB"
-        yield {}, f"weights and KV cache exceed the device memory of {size} from B = {full[0]} on"
-
-
-# -- predictions by batch size ----------------------------------------------------------------------------------
-
-
-def _chains(options: Cost, context: float) -> tuple[dict[str, CellStatistics], int, list[str]]:
-    """Cells with token verification of chains for each acceptance rate, by name; gamma; remarks."""
-    from ...cost.prediction import CellStatistics
-
-    gamma = options.gamma or 4
-    chains = {f"a = {a:g}": CellStatistics.chain(1, gamma, a, context) for a in options.acceptance or ACCEPTANCE}
-    return chains, gamma, [f"a: acceptance rate per token, in chains of {gamma}"]
-
-
-def _schedules(
-    options: Cost, target: Curve, drafter: Curve | None, batch_sizes: Sequence[int], context: float
-) -> tuple[Mapping[str, Any], str]:
-    """The best draft length per batch size, by acceptance rate, as options of the length policy ``batch-size``."""
-    from ...cost.prediction import schedule
-
-    gamma = options.gamma or 4
-    schedules = {
-        f"a = {a:g}": [list(pair) for pair in schedule(a, gamma, target, drafter, batch_sizes, context)]
-        for a in options.acceptance or ACCEPTANCE
-    }
-    lines = [f"{name}: policy: {{name: batch-size, lengths: {lengths}}}" for name, lengths in schedules.items()]
-    title = f"best draft lengths up to {gamma}, as [from batch size, length]:"
-    return {"schedule": schedules}, "\n".join([title, *lines])
-
-
-def _measured_pairs(options: Cost, context: float) -> tuple[dict[str, CellStatistics], int, list[str]]:
-    """The pairs of a run, with their acceptance and without the seconds measured on this machine."""
-    from ...cost.finished_cells import shorter_refusal, statistics
-    from ...cost.load_run import read_run
-
-    pairs: dict[str, CellStatistics] = {}
-    remarks = ["verification and bookkeeping are free"]
-    assert options.run_ is not None
-    for result in read_run(options.run_).summary.results:
-        cell = statistics(result)
-        if cell is None or result.config.is_baseline:
-            continue
-        if options.gamma is not None and options.gamma != len(cell.acceptance):
-            if refusal := shorter_refusal(result.config):
-                raise UsageError(f"--gamma {options.gamma}: {refusal}")
-            cell = cell.cut(options.gamma)
-        drafter, verifier, temperature, b = _pair(result)
-        name = f"pair {len(pairs) + 1}"
-        settings = f"temperature {temperature}, batch size {b}, {cell.tokens_per_step:.2f} tokens per step"
-        remarks.append(f"{name}: {drafter} × {verifier}, {settings}")
-        pairs[name] = replace(cell, draft_seconds=0.0, other_seconds=0.0, context=context)
-    if not pairs:
-        raise UsageError(f"{options.run_} has no finished cell with a drafter; run a recipe with drafters")
-    return pairs, int(max(max(cell.widths) for cell in pairs.values())), remarks
-
-
-def _by_batch_size(
-    pairs: Mapping[str, CellStatistics],
-    gamma: int,
-    target: Curve,
-    drafter: Curve | None,
-    batch_sizes: Sequence[int],
-    context: float,
-) -> Parts:
-    """Seconds per pass and speed-up of every pair by batch size, and where drafting stops paying."""
-    from ...cost.prediction import predict, stops_paying
-
-    speed_ups = {
-        name: {b: predict(cell.at(b), target, drafter).speed_up for b in batch_sizes} for name, cell in pairs.items()
-    }
-    passes = {b: {width: target.seconds(b, width, context) for width in (1, gamma + 1)} for b in batch_sizes}
-    steps = {b: drafter.seconds(b, 1, context) for b in batch_sizes} if drafter else None
-    rows = []
-    for b in batch_sizes:
-        seconds = [*passes[b].values(), *([steps[b]] if steps else [])]
-        values = [by_size[b] for by_size in speed_ups.values()]
-        rows.append([str(b), *(f"{1e3 * s:.2f}" for s in seconds), *(f"{v:.2f}{' <' * (v < 1)}" for v in values)])
-    legend = "T(W): a pass over W tokens per row, B rows. Other columns: speed-up over plain decoding; <: below 1"
-    header = ["B", "T(1) ms", f"T({gamma + 1}) ms", *(["draft step ms"] if steps else []), *speed_ups]
-    data = {"gamma": gamma, "target_seconds": passes, "draft_step_seconds": steps, "speed_up": speed_ups}
-    yield data, f"{_table(header, rows)}\n\n{legend}"
-
-    stops = {name: stops_paying(list(values), list(values.values())) for name, values in speed_ups.items()}
-    lines = []
-    for name, below in stops.items():
-        if below is None:
-            lines.append(f"{name} pays at all listed batch sizes")
-        elif below == min(batch_sizes):
-            lines.append(f"{name} does not pay at any listed batch size")
-        else:
-            lines.append(f"{name} stops paying at B = {below}")
-    yield {"stops_paying": stops}, "\n".join(lines)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[Any]], title: str = "", digits: int = 2) -> str:

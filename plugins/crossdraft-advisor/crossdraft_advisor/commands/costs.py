@@ -10,7 +10,8 @@ from pydantic import Field, model_validator
 
 from crossdraft import Argument, UsageError
 from crossdraft.commands import MOST_TOKENS
-from crossdraft.framework.cli.options.machine import MachineOptions
+
+from ..roofline.options import MachineOptions
 
 if TYPE_CHECKING:
     from crossdraft.runs import Curve

@@ -10,10 +10,10 @@ from pydantic import Field, model_validator
 
 from crossdraft import Argument, Command, Table, UsageError
 from crossdraft.commands import MOST_ROWS, MOST_TOKENS, JsonOptions, TrustOptions, kind_of
-from crossdraft.framework.util.limits import MOST_DEVICES, MOST_REPEATS
+from crossdraft.framework.util.limits import MOST_REPEATS
 from crossdraft.runs import counted, estimate_text
 
-from ..limits import MOST_REPLAYED, MOST_REQUESTS
+from ..limits import MOST_DEVICES, MOST_REPLAYED, MOST_REQUESTS
 from ..report import Report, right
 from .costs import CostOptions
 

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 from crossdraft import ModelError, UsageError, first_line, printable, quoted
 from crossdraft.commands import CONFIG_BYTES, kind_of, path_of, read_json
 from crossdraft.framework import plugins
-from crossdraft.framework.cli.options.machine import MachineOptions
 from crossdraft.framework.models.configs import check_config
 from crossdraft.models import refuse_quantized, split_adapter
 
 from .accelerators import Accelerator, accelerator
+from .options import MachineOptions
 
 #: Assumed efficiency of a pass: shares of the stated memory bandwidth and FLOP rate.
 EFFICIENCY = (0.8, 0.7)

@@ -46,6 +46,11 @@ def test_option(options: list[str], words: list[str], refused: Any, config: Path
     refused(["cost", "--target", str(config), "--on", "h100", *options], *words)
 
 
+def test_target_is_required(refused: Any) -> None:
+    for options in ([], ["--run", "runs/finished"]):
+        refused(["cost", "--on", "h100", *options], "cost requires --target")
+
+
 def test_config_is_not_model(refused: Any, config: Path) -> None:
     refused(["cost", "--target", str(config), "--on", ""], "a file that is not supp")
 

@@ -1,4 +1,4 @@
-"""Options of the roofline model of another machine, and lists of numbers that several commands take."""
+"""Options of the roofline model of another machine."""
 
 from __future__ import annotations
 
@@ -6,19 +6,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ...contracts.command import Argument
-from ...contracts.options import Options
-from ...util.limits import MOST_BYTES, MOST_DEVICES, MOST_ROWS, MOST_TOKENS
+from crossdraft import Argument
+from crossdraft.commands import Options
 
-#: Batch sizes and context lengths, separated by commas.
-BatchSizes = Annotated[
-    tuple[Annotated[int, Field(ge=1), MOST_ROWS], ...], Argument("B,B,...", commas=True), Field(min_length=1)
-]
-Contexts = Annotated[
-    tuple[Annotated[int, Field(ge=1), MOST_TOKENS], ...], Argument("C,C,...", commas=True), Field(min_length=1)
-]
-#: A probability, or share, from 0 to 1.
-Share = Annotated[float, Field(ge=0, le=1)]
+from ..limits import MOST_BYTES, MOST_DEVICES
 
 _MACHINE = "another machine"
 
