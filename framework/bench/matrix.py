@@ -41,29 +41,21 @@ from ..util.input_files import kind_of
 from ..util.limits import MOST_CELLS
 
 
-@dataclass
+@dataclass(frozen=True)
 class Expansion:
     """Cells of a recipe.
 
     Attributes:
         cells: cells in the order of reports; the baseline of each group first.
+        groups: cells by the hash of their group, see `bench.group_runner`.
+        hash: 12 hexadecimal digits, equal for recipes with the same cells.
         skipped: reasons why pairs of the cross product are left out.
     """
 
-    cells: list[CellConfig] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-
-    def groups(self) -> list[list[CellConfig]]:
-        """Cells by group, see `bench.group_runner`."""
-        groups: dict[str, list[CellConfig]] = {}
-        for cell in self.cells:
-            groups.setdefault(cell.group, []).append(cell)
-        return list(groups.values())
-
-    @property
-    def hash(self) -> str:
-        """12 hexadecimal digits, equal for recipes with the same cells."""
-        return digest(sorted(cell.hash for cell in self.cells))
+    cells: list[CellConfig]
+    groups: dict[str, list[CellConfig]]
+    hash: str
+    skipped: list[str]
 
 
 def load_recipe(name: str | Path, overrides: Mapping[str, Any] | Iterable[str] = ()) -> Recipe:
@@ -139,7 +131,6 @@ class _Expander:
         self._check_exclude()
         drafters = [side for side in self.drafters if side.strategy.name != BASELINE]  # part of every group
         self._check_count(drafters)
-        expansion = Expansion()
         cells: dict[str, CellConfig] = {}
         refusals: list[tuple[str, str, float]] = []  # reason, pair and temperature
         left_out: list[tuple[str, str, float]] = []  # the same of plain decoding
@@ -174,7 +165,6 @@ class _Expander:
                 cells |= {key: cell for key, cell in group.items() if cell is not base}
             elif len(group) > 1 or not drafters:
                 cells |= group
-        expansion.skipped = _skipped([*refusals, *left_out], measured)
         if drafters:
             self._check_pairs(drafters, [reason for reason, *_ in refusals])
         if not cells:
@@ -183,8 +173,11 @@ class _Expander:
             if drafters and i not in excluded and not self._is_overridden(i, entry):
                 message = f"exclude[{i}], {quoted(entry)}, matches no cell; correct or remove it"
                 raise self.places.error(("exclude", i), message)
-        expansion.cells = _labelled(list(cells.values()))
-        return expansion
+        groups: dict[str, list[CellConfig]] = {}
+        labelled = _labelled(list(cells.values()))
+        for cell in labelled:
+            groups.setdefault(cell.group, []).append(cell)
+        return Expansion(labelled, groups, digest(sorted(cells)), _skipped([*refusals, *left_out], measured))
 
     def _is_overridden(self, i: int, entry: Mapping[str, Any]) -> bool:
         """True if ``--set`` changed the values of a key of an exclude entry that it did not set itself."""

@@ -154,15 +154,15 @@ def make_plan(config: RunConfig) -> Plan:
     if engine:
         refuse_constraints(prompts, f"the engine {engine.name}")
     path = config.out / f"{recipe.name}-{expansion.hash}"
-    groups = expansion.groups()
+    groups = list(expansion.groups.items())
     if config.shard:
         path, groups = config.shard.directory(path), config.shard.part(groups)
     planned = []
-    for number, cells in enumerate(groups, 1):
+    for number, (key, cells) in enumerate(groups, 1):
         settings = group_title(cells[0], expansion.cells)
         title = f"group {number} of {len(groups)} ({settings})"
-        planned.append(PlannedGroup(cells, cells[0].group, title, settings))
-    own_cells = [cell for cells in groups for cell in cells]
+        planned.append(PlannedGroup(cells, key, title, settings))
+    own_cells = [cell for _, cells in groups for cell in cells]
     return Plan(
         config,
         expansion,

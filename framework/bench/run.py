@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ def opened(plan: Plan) -> Iterator[LocalRun]:
         f"batch size {b} with only {prompts}: some slots stay empty; tok/s are those of a smaller batch"
         for b in sorted({cell.batch_size for cell in plan.cells if cell.batch_size > len(plan.prompts)})
     ]
-    shard = f" (shard {config.shard} of {counted(len(plan.expansion.groups()), 'group')})" if config.shard else ""
+    shard = f" (shard {config.shard} of {counted(len(plan.expansion.groups), 'group')})" if config.shard else ""
     cells, groups = counted(len(plan.cells), "cell"), counted(len(plan.groups), "group")
     run: Any = LocalRun(plan, outcome, limit)
     if config.launcher:
@@ -111,6 +111,7 @@ def _check_out(out: Path) -> None:
     check_writable(out, about)
 
 
+@dataclass
 class LocalRun:
     """A run in this process: in one go group by group, or block by block within a time budget.
 
@@ -120,10 +121,10 @@ class LocalRun:
         state: state of the run, for other processes.
     """
 
-    state: Reporter
-
-    def __init__(self, plan: Plan, outcome: Summary, limit: StepLimit):
-        self.plan, self.outcome, self.limit = plan, outcome, limit
+    plan: Plan
+    outcome: Summary
+    limit: StepLimit
+    state: Reporter = field(init=False)
 
     def measure(self) -> None:
         """Measure the cells.

@@ -94,10 +94,10 @@ def test_every_recipe_can_be_planned(name: str) -> None:
     result = expand(recipe)
     assert result.skipped == []
     assert recipe.question and recipe.description
-    for group in result.groups():
+    for group in result.groups.values():
         assert group[0].is_baseline and len(group) > 1
     if name in PAPER:
-        assert (len(result.cells), len(result.groups())) == PAPER[name]
+        assert (len(result.cells), len(result.groups)) == PAPER[name]
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if name.startswith("paper/")])

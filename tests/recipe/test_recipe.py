@@ -75,8 +75,8 @@ def test_matrix_is_expanded_and_every_group_gets_its_baseline(base: str) -> None
     one = [("none", "token")] + [(d, v) for d in ("prompt-lookup", "draft-model") for v in ("token", "block")]
     expected = [(t, b, *pair) for t, group in ((0.0, zero), (1.0, one)) for b in (1, 3) for pair in group]
     assert sorted(pairs(result.cells)) == sorted(expected)
-    assert [len(group) for group in result.groups()] == [3, 5, 3, 5]
-    assert all(group[0].is_baseline for group in result.groups())
+    assert [len(group) for group in result.groups.values()] == [3, 5, 3, 5]
+    assert all(group[0].is_baseline for group in result.groups.values())
     assert result.skipped == [NEEDS_ZERO]
     assert (recipe.name, expand(recipe).cells) == ("recipe", result.cells)
 
