@@ -43,7 +43,7 @@ from ..runs.state import Reporter
 from ..runs.threads import describe_threads, disturbance, threads_in_use
 from . import memory
 from .cells.cell_runner import Cell, Models, lengths
-from .cells.conversations import compile_constraints, count_turns, cut_pieces, prepare_conversations
+from .cells.conversations import compile_constraints, cut_pieces, prepare_conversations
 from .cells.step_limit import StepLimit
 from .greedy_differences import agreement, decide
 from .plan import Plan, PlannedGroup
@@ -239,6 +239,7 @@ class GroupRunner:
         for number in range(self.finished, self._block_ends[blocks - 1]):
             piece, results, order = self.pieces[number], dict[str, PieceResult](), self.running
             Random(f"{self.planned.key} {number}").shuffle(order)
+            turns = sum(len(conversation.prompt.turns) for conversation in piece)
             if number == 0:  # the first estimate of the duration uses plain decoding
                 order.sort(key=lambda item: not item[0].config.is_baseline)
             for cell, runner in order:
@@ -248,7 +249,7 @@ class GroupRunner:
                     if self.plan.config.untimed:
                         result.piece = result.piece.untimed()
                     results[cell.config.hash] = result
-                self.progress.finish_cell(len(piece), count_turns(piece))
+                self.progress.finish_cell(len(piece), turns)
             self._decide_differences(piece, results)
             self.plan.directory.save_piece(self.planned.key, number, results)
             self.state.update_progress(self.progress.share)
@@ -303,10 +304,9 @@ class GroupRunner:
         if {name: head.get(name) for name in identity} != identity:
             if head:
                 message("starting over: the pieces on disk were measured under other conditions")
-            self._head = {**identity, "measured": self.results[0].measured, "failed": self._failures()}
-            self._head["threads"] = [{"piece": 1, **threads_in_use()}]
             self.plan.directory.drop_group(key)
-            self.plan.directory.save_head(key, self._head)
+            threads = [{"piece": 1, **threads_in_use()}]
+            self._write_head({**identity, "measured": self.results[0].measured, "failed": {}, "threads": threads})
             return
         self._head = head
         for cell in self.cells:
@@ -334,8 +334,7 @@ class GroupRunner:
         if history:
             new, old = describe_threads(current), describe_threads(history[-1])
             self.progress.message(f"threads from piece {current['piece']}: {new}; before: {old}")
-        self._head["threads"] = [*history, current]
-        self.plan.directory.save_head(self.planned.key, self._head)
+        self._write_head({**self._head, "threads": [*history, current]})
 
     def _warn_if_disturbed(self) -> None:
         """Warn once a run if the threads of the last piece waited for processors used by other programs."""
@@ -386,11 +385,13 @@ class GroupRunner:
             if self.plan.config.fail_fast:
                 raise FirstFailure(f"{pair} failed; the run was stopped (--fail-fast)")
         if self._head:
-            self._head["failed"] = self._failures()
-            self.plan.directory.save_head(self.planned.key, self._head)
+            self._write_head(self._head)
 
-    def _failures(self) -> dict[str, str]:
-        return {result.config.hash: result.error for result in self.results if result.error is not None}
+    def _write_head(self, head: dict[str, Any]) -> None:
+        """Write the conditions of the pieces, and the cells that failed."""
+        failed = {result.config.hash: result.error for result in self.results if result.error is not None}
+        self._head = {**head, "failed": failed}
+        self.plan.directory.write_json(f"groups/{self.planned.key}/group.json", self._head)
 
     def _reason(self, error: BaseException, config: CellConfig) -> str:
         """Reason of a failure; if memory ran out, with the memory that the cell needs."""

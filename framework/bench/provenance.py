@@ -11,14 +11,14 @@ import torch
 from .. import plugins
 from ..api.build import configured
 from ..errors import CrossdraftError
-from ..models.device import pick_dtype
+from ..models.device import pick_device, pick_dtype
 from ..models.digests import file_sha256, model_sha256, settings_sha256
-from ..models.placement import describe_placement, first_device
+from ..models.placement import several_devices
 from ..models.resolve import resolve
 from ..recipe.recipe import CellConfig, Strategy
 from ..runs.code_digest import code_sha256, source_of
 from ..runs.marks import mark_of
-from ..runs.threads import settings
+from ..runs.threads import threads_in_use
 
 #: Libraries whose versions affect outputs or speed.
 LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -32,11 +32,13 @@ def provenance(config: CellConfig, environment: Mapping[str, Any], prompts: str,
         prompts: digest of the prompts.
         timed: False if times are discarded.
     """
-    device, user_threads = first_device(config.device), settings()
+    spread = several_devices(config.device)
+    device = pick_device(config.device) if spread is None else spread.first_device()
     cuda = device.type == "cuda"
     runner = (
         plugins.of_companion("runner of engines").__module__ if config.engine else f"{__package__}.cells.cell_runner"
     )
+    user_threads = threads_in_use()
     hardware = torch.cuda.get_device_name(device) if cuda else environment["cpu"]["model"]
     return {
         "crossdraft": environment["versions"]["crossdraft"],
@@ -46,7 +48,7 @@ def provenance(config: CellConfig, environment: Mapping[str, Any], prompts: str,
         "verifier": _source("verifiers", config.verifier),
         "mark": mark_of(config).to_json(),
         **({"engine": source_of(plugins.get("servers", config.engine.name))} if config.engine else {}),
-        "device": f"{device.type} ({hardware}){describe_placement(config.device)}",
+        "device": f"{device.type} ({hardware}){spread.description() if spread else ''}",
         "threads": user_threads["number"],
         "wait_policy": user_threads["wait_policy"],
         "dtype": str(pick_dtype(config.dtype, device)).removeprefix("torch."),

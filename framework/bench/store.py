@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
 
 from .. import plugins
 from ..cost.summary import Summary
@@ -88,21 +87,14 @@ class Store:
         outcome.notes += [*cuts, *_notes_on(outcome.results)]
         note = outcome.stopped or "; ".join(cuts)
         self._state.update(**self._counts, progress=share, state=outcome.state, note=note)
-        self._write_environment()
+        if not all(result.reused for result in outcome.results):
+            prompts = {"source": self._plan.config.recipe.prompts.source, "count": len(self._plan.prompts)}
+            about = self._plan.environment | {"models": {}, "prompts": prompts}
+            for result in outcome.results:
+                about["models"] |= result.provenance.get("models", {})
+            about["conditions"] = distinct(result.provenance for result in outcome.results)
+            self._plan.directory.write_json("environment.json", about)
         _write_shard(self._plan, outcome, self._finished)
-
-    def _write_environment(self) -> None:
-        """Write ``environment.json`` unless all results were reused."""
-        results = self._outcome.results
-        if all(result.reused for result in results):
-            return
-        models: dict[str, Any] = {}
-        for result in results:
-            models |= result.provenance.get("models", {})
-        prompts = {"source": self._plan.config.recipe.prompts.source, "count": len(self._plan.prompts)}
-        about = self._plan.environment | {"models": models, "prompts": prompts}
-        about["conditions"] = distinct(result.provenance for result in results)
-        self._plan.directory.write_json("environment.json", about)
 
 
 def _notes_on(results: Sequence[CellResult]) -> list[str]:

@@ -91,12 +91,6 @@ def first_device(device: Device) -> torch.device:
     return pick_device(device) if spread is None else spread.first_device()
 
 
-def describe_placement(device: Device) -> str:
-    """Placement as text for provenance; "" for one device."""
-    spread = several_devices(device)
-    return "" if spread is None else spread.description()
-
-
 def load_options(name: str, spread: Spread | None, device: torch.device, quantization: str) -> dict[str, Any]:
     """Options of ``from_pretrained``; empty for a CPU, and without accelerate, for one ``device``.
 

@@ -88,11 +88,11 @@ class PieceResult:
         return {**vars(self), "records": records, "piece": vars(self.piece)}
 
 
+@dataclass(frozen=True)
 class RunDirectory:
     """Files of one run."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    path: Path
 
     # -- files of the run --------------------------------------------------------------------------------
 
@@ -147,10 +147,6 @@ class RunDirectory:
         with suppress(UsageError):
             return read_checked(self.path / f"groups/{group}/group.json", GroupHead)
         return {}
-
-    def save_head(self, group: str, head: dict[str, Any]) -> None:
-        """Write the conditions of a group's pieces."""
-        self.write_json(f"groups/{group}/group.json", head)
 
     def save_piece(self, group: str, number: int, cells: Mapping[str, PieceResult]) -> None:
         """Write the results of one piece, by cell hash."""

@@ -68,7 +68,7 @@ class Reporter:
 
     def __init__(self, directory: RunDirectory, cells: int):
         self._directory, self._last = directory, 0.0
-        self._now = RunState("running", cells, progress=0.0, started=_now(), pid=os.getpid(), host=socket.gethostname())
+        self._state = RunState("running", cells, progress=0.0, pid=os.getpid(), host=socket.gethostname())
         self.update()
 
     def __enter__(self) -> Reporter:
@@ -87,10 +87,10 @@ class Reporter:
 
     def update(self, **changes: Any) -> None:
         """Set fields of `RunState` and write the file."""
-        self._last = time.monotonic()
-        self._now = replace(self._now, **{**changes, "updated": _now()})
+        self._last, now = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
+        self._state = replace(self._state, started=self._state.started or now, updated=now, **changes)
         with suppress(OSError):
-            self._directory.write_json(FILE, asdict(self._now))
+            self._directory.write_json(FILE, asdict(self._state))
 
 
 def state_of(path: Path) -> RunState:
@@ -155,10 +155,6 @@ def latest(directory: Path) -> Path:
 
 def _is_run(path: Path) -> bool:
     return any((path / name).is_file() for name in (FILE, "recipe.json"))
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _is_locked(path: Path) -> bool | None:

@@ -36,11 +36,8 @@ def environment_of_others() -> dict[str, str]:
 
 def settings() -> dict[str, Any]:
     """Number of threads, wait policy and their origin, for ``crossdraft list env``."""
-    return {
-        "number": _threads(),
-        "set_by": next((name for name in NUMBER if name in os.environ), "PyTorch"),
-        "wait_policy": wait_policy(),
-    }
+    used, set_by = threads_in_use(), next((name for name in NUMBER if name in os.environ), "PyTorch")
+    return {"number": used["number"], "set_by": set_by, "wait_policy": used["wait_policy"]}
 
 
 @contextmanager
@@ -58,18 +55,14 @@ def one_thread() -> Iterator[None]:
             torch.set_num_threads(previous)
 
 
-def _threads() -> int:
-    import torch
-
-    return torch.get_num_threads()
-
-
 # -- the cells of a group ------------------------------------------------------------------------------------------
 
 
 def threads_in_use() -> dict[str, Any]:
     """PyTorch's number of threads and the wait policy, as a group records them."""
-    return {"number": _threads(), "wait_policy": wait_policy()}
+    import torch
+
+    return {"number": torch.get_num_threads(), "wait_policy": wait_policy()}
 
 
 def describe_threads(group: Mapping[str, Any]) -> str:
@@ -83,8 +76,9 @@ def disturbance(waited: float, seconds: float) -> str:
     Args:
         waited: seconds of waiting during ``seconds`` of decoding.
     """
-    if _threads() == 1 or waited <= DISTURBED * seconds:
+    used = threads_in_use()
+    if used["number"] == 1 or waited <= DISTURBED * seconds:
         return ""
-    way = "with OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0" if wait_policy() == "spin" else "when those have ended"
+    way = "with OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0" if used["wait_policy"] == "spin" else "when those have ended"
     waiting = f"threads waited {waited / seconds:.0%} of the time for processors used by other programs"
     return f"{waiting}; interrupt and run again {way}"

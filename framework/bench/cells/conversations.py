@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from operator import itemgetter
 from random import Random
 
 from ...api.cell_runner import Conversation
@@ -63,10 +64,6 @@ def compile_constraints(
     return results
 
 
-def count_turns(conversations: Iterable[Conversation]) -> int:
-    return sum(len(conversation.prompt.turns) for conversation in conversations)
-
-
 def blocks_of(prompts: Sequence[Prompt], batch_sizes: Iterable[int], random: Random) -> list[list[int]]:
     """Return the positions of the prompts of each block: a piece of the largest batch size, subdivided by smaller ones.
 
@@ -74,7 +71,7 @@ def blocks_of(prompts: Sequence[Prompt], batch_sizes: Iterable[int], random: Ran
     """
     position = {id(prompt): i for i, prompt in enumerate(prompts)}
     pieces = list(cut_pieces([Conversation(prompt, ()) for prompt in prompts], max(batch_sizes), random))
-    turns = [count_turns(piece) for piece in pieces]
+    turns = [sum(len(conversation.prompt.turns) for conversation in piece) for piece in pieces]
     pieces.insert(0, pieces.pop(turns.index(min(turns))))
     return [[position[id(conversation.prompt)] for conversation in piece] for piece in pieces]
 
@@ -119,4 +116,4 @@ def _balanced(pieces: Sequence[Sequence[Conversation]], random: Random) -> list[
         for members in by_category.values()
         for k, piece in enumerate(members)
     ]
-    return [piece for _, piece in sorted(ranked, key=lambda conversation: conversation[0])]
+    return [piece for _, piece in sorted(ranked, key=itemgetter(0))]
