@@ -46,12 +46,13 @@ from ..models.placement import input_device, is_spread, split_of
 from ..models.resolve import resolve
 from ..models.shared_embedding import shares_embedding
 from ..plugins import entries, get, guarded, traits_of
+from ..recipe.recipe import Strategy
 
 #: A drafter's or verifier's class (or an instance of the user) and its validated config.
 Configured = tuple[Any, Any]
-#: A drafter or verifier: its name, a mapping with ``name`` and the keys of its Config, its class, an instance, or class
-#: and config.
-StrategyLike = str | Mapping[str, Any] | type[Any] | Drafter | Verifier | Configured
+#: A drafter or verifier: its name, a mapping with ``name`` and the keys of its Config, a strategy of a recipe, its
+#: class, an instance, or class and config.
+StrategyLike = str | Mapping[str, Any] | Strategy | type[Any] | Drafter | Verifier | Configured
 
 #: The verifier that ``docs/verifiers.md`` advises for each kind of draft; all of them are lossless.
 DEFAULT_VERIFIERS = {
@@ -80,12 +81,15 @@ def configured(kind: str, strategy: StrategyLike) -> Configured:
     if isinstance(pair[0], base):
         _check_instance(noun, *pair)
         return pair[0], pair[0].config
-    if pair is strategy and _is_a(base, pair[0]):
+    is_class = isinstance(pair[0], type) and issubclass(pair[0], base) and not pair[0].__abstractmethods__
+    if is_class and pair is strategy:
         cls, config = pair
         if not isinstance(config, cls.Config):
             raise UsageError(f"the config of {noun} '{cls.name}' is {config!r}, not a {cls.__name__}.Config")
         return cls, config
-    if _is_a(base, strategy):
+    if isinstance(strategy, Strategy):
+        strategy = {**strategy.config, "name": strategy.name}
+    if is_class:
         cls, options = strategy, {}
     elif isinstance(strategy, str | Mapping):
         options = {"name": strategy} if isinstance(strategy, str) else {str(k): v for k, v in strategy.items()}
@@ -108,10 +112,6 @@ def configured(kind: str, strategy: StrategyLike) -> Configured:
             f"{noun} '{cls.name}', key '{key}': {fault(first)}; "
             f"its keys are {', '.join(cls.Config.model_fields) or 'none'}"
         ) from None
-
-
-def _is_a(base: type[Any], strategy: Any) -> bool:
-    return isinstance(strategy, type) and issubclass(strategy, base) and not strategy.__abstractmethods__
 
 
 def _check_instance(noun: str, strategy: Drafter | Verifier, config: Any) -> None:
@@ -303,14 +303,6 @@ def _readable_target(loaded: LoadedModel) -> Any:
     return Tables(loaded.model) if is_spread(loaded.model) else loaded.model
 
 
-def _make_drafter(drafter: Configured, context: DraftContext) -> Drafter:
-    """A new drafter of a class, or the given instance."""
-    if isinstance(drafter[0], Drafter):
-        drafter[0].attach(context)
-        return drafter[0]
-    return drafter[0](drafter[1], context)
-
-
 def build_decoder(
     context: DraftContext,
     drafter: Configured | Callable[[DraftContext], Drafter],
@@ -340,9 +332,16 @@ def build_decoder(
     context.constraints = constraints = Constraints(context.target.vocab_size)
     context.mask_drafts = mask_drafts or (constraint is not None and constraint.mask_drafts)
     context.final_q = instance.traits(instance.config).modifies_target
+    if callable(drafter):
+        drafting = drafter(context)
+    elif isinstance(drafter[0], Drafter):
+        drafting = drafter[0]
+        drafting.attach(context)
+    else:
+        drafting = drafter[0](drafter[1], context)
     return Decoder(
         context.target,
-        drafter(context) if callable(drafter) else _make_drafter(drafter, context),
+        drafting,
         instance,
         sampling=context.sampling,
         constraint=constraint,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import plugins
-from ..api.build import TargetContext, make_slots
+from ..api.build import TargetContext, configured, make_slots
 from ..api.cell_runner import Conversation
 from ..errors import ModelError, UsageError
 from ..models.chat import encode_text
@@ -20,7 +20,7 @@ from ..recipe.random_tokens import MAX_PROMPTS, warning
 from ..recipe.recipe import CellConfig, Recipe
 from ..recipe.yaml_errors import KeyPath
 from ..runs.interrupts import propagate_interrupt
-from .cells.cell_runner import Models, drafter_of, lengths
+from .cells.cell_runner import Models, lengths
 from .cells.conversations import prepare_conversations
 
 
@@ -62,7 +62,7 @@ def preflight(
             with recipe.places.at(recipe_place(recipe, cell)):
                 lm = make_slots(target, 1, slot)
                 load = {"slot": slot, "sequence": sequence, "load": models.drafter}
-                drafter, config = drafter_of(cell)
+                drafter, config = configured("drafters", cell.drafter)
                 drafter(config, TargetContext.of(target, lm, cell.sampling, **load))
         except (UsageError, ModelError):
             raise

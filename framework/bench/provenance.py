@@ -70,7 +70,7 @@ def distinct(provenances: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _source(kind: str, strategy: Strategy) -> dict[str, str]:
-    cls, options = configured(kind, {**strategy.config, "name": strategy.name})
+    cls, options = configured(kind, strategy)
     with plugins.guarded(kind, cls.name, "wrapped()"):
         return source_of(cls, *cls.wrapped(options))
 

@@ -13,7 +13,7 @@ from statistics import median_low
 from typing import Any
 
 from ... import plugins
-from ...api.build import Configured, TargetContext, build_decoder, configured, load_draft_model, slot_length
+from ...api.build import TargetContext, build_decoder, configured, load_draft_model, slot_length
 from ...api.cell_runner import CellRunner, Conversation
 from ...contracts.lm import LM
 from ...contracts.models import LoadedModel
@@ -82,11 +82,7 @@ def lengths(
     sequence = max(max(c.prompt_lens) for c in conversations) + configs[0].max_new_tokens
     if context_length is not None:
         sequence = min(sequence, context_length)
-    return sequence, slot_length(sequence, [drafter_of(config) for config in configs], configs[0].sampling)
-
-
-def drafter_of(config: CellConfig) -> Configured:
-    return configured("drafters", {"name": config.drafter.name, **config.drafter.config})
+    return sequence, slot_length(sequence, [configured("drafters", c.drafter) for c in configs], configs[0].sampling)
 
 
 def _piece(timings: Sequence[StepTiming], waits: Sequence[float], before: Mapping[str, float]) -> Piece:
@@ -165,12 +161,12 @@ class Cell(CellRunner):
         context = TargetContext.of(
             target, lm, config.sampling, slot=slot, sequence=sequence, load=models.drafter, used=self.models
         )
-        drafter, options = drafter_of(config)
+        drafter, options = configured("drafters", config.drafter)
         constraint = compile_constraint(config.constraint, target, lm.vocab_size) if config.constraint else None
         self.decoder = build_decoder(
             context,
             (drafter, options),
-            configured("verifiers", {"name": config.verifier.name, **config.verifier.config}),
+            configured("verifiers", config.verifier),
             eos=target.eos_token_ids,
             max_new_tokens=config.max_new_tokens,
             rng=CounterRng(config.seed),

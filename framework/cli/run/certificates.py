@@ -93,12 +93,12 @@ def _tasks(cells: Iterable[CellConfig], limit: StepLimit) -> list[Task]:
     for cell in cells:
         if cell.is_baseline or cell.engine is not None:
             continue
-        verifier, config = configured("verifiers", {**cell.verifier.config, "name": cell.verifier.name})
+        verifier, config = configured("verifiers", cell.verifier)
         if not plugins.traits_of("verifiers", verifier, config).lossless:
             continue
         certify = partial(_certify_verifier, verifier, config, limit)
         verifiers.setdefault(f"{verifier.name} {config!r}", ("verifier", verifier, config, certify))
-        drafter, options = configured("drafters", {**cell.drafter.config, "name": cell.drafter.name})
+        drafter, options = configured("drafters", cell.drafter)
         if drafter.__module__.partition(".")[0] != "crossdraft":
             certify = partial(_certify_drafter, drafter, options, verifier, config)
             drafters.setdefault(f"{drafter.name} {options!r}", ("drafter", drafter, options, certify))

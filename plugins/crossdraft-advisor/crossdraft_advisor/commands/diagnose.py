@@ -96,7 +96,7 @@ class Diagnose(SamplingOptions, TrustOptions, JsonOptions, Command):
         from ..diagnosis.report import files_of
 
         strategy = Strategy.parse(self.drafter, "--drafter")
-        drafter = configured("drafters", {"name": strategy.name, **strategy.config})
+        drafter = configured("drafters", strategy)
         (files_of(drafter, self.target) if self.files else _replayed(self, drafter)).emit(self)
         return 0
 

@@ -43,7 +43,6 @@ from crossdraft.framework.api.cell_runner import CellRunner, Conversation
 from crossdraft.framework.engine.stopwatch import PHASES
 from crossdraft.framework.metrics.pieces import PREFILL
 from crossdraft.models import (
-    Configured,
     configured,
     model_sha256,
     read_config,
@@ -81,7 +80,7 @@ def served_flags(config: CellConfig, directory: Path | None) -> tuple[list[str],
     if config.is_baseline or not server.settings:
         return [], ()
     engine = plugins.get("engines", server.settings)()
-    drafter, options = _drafter_of(config)
+    drafter, options = configured("drafters", config.drafter)
     traits = drafter.traits(options, config.sampling)
     plain = {key: value for key, value in config.drafter.config.items() if key not in ("model", "gamma")}
     acceptance = Acceptance(
@@ -104,15 +103,11 @@ def served_flags(config: CellConfig, directory: Path | None) -> tuple[list[str],
     return shlex.split(settings.text.replace("\\\n", " ")), settings.remarks
 
 
-def _drafter_of(config: CellConfig) -> Configured:
-    return configured("drafters", {"name": config.drafter.name, **config.drafter.config})
-
-
 def depth_of(config: CellConfig) -> int:
     """Maximum depth of the drafts of a cell; 0 for the baseline."""
     if config.is_baseline:
         return 0
-    drafter, options = _drafter_of(config)
+    drafter, options = configured("drafters", config.drafter)
     return drafter.traits(options, config.sampling).depth
 
 
@@ -350,7 +345,7 @@ class EngineCell(CellRunner):
         full = [self.depth] * len(tokens)
         if self.config.is_baseline:
             return full
-        drafter, options = _drafter_of(self.config)
+        drafter, options = configured("drafters", self.config.drafter)
         if drafter.remembers(options):
             return full
         with plugins.guarded("drafters", drafter.name, "response_drafts()"):
