@@ -10,6 +10,7 @@ import argparse
 import errno
 import os
 import shutil
+import signal
 import sys
 import textwrap
 import traceback
@@ -21,7 +22,7 @@ from tempfile import gettempdir
 from .. import plugins
 from ..errors import CrossdraftError, printable
 from ..models.placement import process_count
-from ..runs.interrupts import interrupting
+from ..runs.interrupts import handled
 from ..util.releases import release
 from . import standard_streams
 from .commands import HEADINGS
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     if sys.stderr is None or not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # including bars of libraries; in a file each update would be a line
-    with standard_streams.cleaned(), interrupting():  # SIGTERM and SIGHUP act like Ctrl-C
+    with standard_streams.cleaned(), handled(signal.default_int_handler):  # SIGTERM and SIGHUP act like Ctrl-C
         return _main(argv, lead=process_count() > 1)
 
 

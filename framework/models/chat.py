@@ -36,7 +36,7 @@ def encode(tokenizer: Any, turns: Sequence[str], answers: Sequence[str] = (), ch
             messages.append({"role": "user", "content": turn})
             if answer is not None:
                 messages.append({"role": "assistant", "content": answer})
-        return encode_messages(tokenizer, messages)
+        return _ids(tokenizer, render_messages(tokenizer, messages), add_special_tokens=False)
     pieces = [piece for pair in zip(turns, [*answers, ""], strict=True) for piece in pair][:-1]
     return _ids(tokenizer, "\n".join(pieces))
 

@@ -104,6 +104,7 @@ def load_transformers(
     config, shapes, identity = _checked_files(resolved, shared, spread, attn_implementation)
     placement_options = placement.load_options(name, spread, first_device, resolved.quantization)
     options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+    quantized = quantization_options(name, resolved.quantization, first_device) if resolved.quantization else {}
     compact = shared is not None and (resolved.path / COMPACT_WEIGHTS).is_file()
     # Silence warnings about the embedding that is added below, and about layers that cannot be quantised.
     with (
@@ -118,7 +119,7 @@ def load_transformers(
             dtype=precision,
             attn_implementation=attn_implementation,
             **options,
-            **quantization_options(name, resolved.quantization, first_device),
+            **quantized,
             **placement_options,
         )
         model = (model if placement_options else model.to(first_device)).eval()

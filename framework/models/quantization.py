@@ -43,8 +43,6 @@ def quantizer() -> str:
 
 def quantization_options(name: str, quantization: str, device: torch.device) -> dict[str, Any]:
     """Options of ``from_pretrained`` for a quantised model. Raises ModelError without torchao."""
-    if not quantization:
-        return {}
     # transformers places quantised weights with accelerate
     need(printable(name), "quantize", "accelerate", "torchao", error=ModelError)
     import torch

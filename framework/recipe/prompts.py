@@ -214,7 +214,13 @@ def _file_rows(path: Path) -> Iterator[Located]:
             raise UsageError(f"{file} is an empty list; it needs one JSON object per prompt")
         yield from ((f"{file}, row {number}", row) for number, row in enumerate(rows, 1))
     else:
-        yield from _jsonl_rows(path)
+        file, empty = printable(str(path)), True
+        for number, line in read_lines(path, PROMPT_FILE_BYTES, LINE_BYTES):
+            if line.strip():
+                empty = False
+                yield f"{file}:{number}", parse_json(line, path, line=number)
+        if empty:
+            raise UsageError(f"{file} is empty; it needs one JSON object per line")
 
 
 def _begins_list(path: Path) -> bool:
@@ -238,16 +244,6 @@ def _parquet_rows(path: Path) -> Iterator[Located]:
                     yield f"{printable(str(path))}, row {number}", row
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {printable(str(path))}: {first_line(error)}") from None
-
-
-def _jsonl_rows(path: Path) -> Iterator[Located]:
-    file, empty = printable(str(path)), True
-    for number, line in read_lines(path, PROMPT_FILE_BYTES, LINE_BYTES):
-        if line.strip():
-            empty = False
-            yield f"{file}:{number}", parse_json(line, path, line=number)
-    if empty:
-        raise UsageError(f"{file} is empty; it needs one JSON object per line")
 
 
 def _dataset_rows(source: str, hub: bool, split: str | None, column: str | None) -> Iterator[Located]:

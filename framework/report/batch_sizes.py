@@ -92,7 +92,9 @@ def batch_size_series(results: Sequence[CellResult]) -> dict[str, Series]:
 
 def by_batch_size(summary: Summary) -> list[Table]:
     """The table of speed-ups of each series."""
-    tables = []
+    tables: list[Table] = []
+    if len({result.config.batch_size for result in summary.results}) < 2:
+        return tables
     for title, series in batch_size_series(summary.results).items():
         batch_sizes = sorted(series.baselines)
         numeric = ("BE", "rows/tok", *(f"B = {b}" for b in batch_sizes), "pays up to")
@@ -138,7 +140,8 @@ def multi_over_single(summary: Summary) -> list[Table]:
     and marked, unless all of these pairs have a speed-up.
     """
     tables = []
-    for title, series in all_series(summary.results).items():
+    several = {title: series for title, series in all_series(summary.results).items() if len(series.pairs) > 1}
+    for title, series in several.items():
         rows = []
         for b in sorted({b for pair in series.pairs for b in pair.results}):
             measured = [(pair, pair.results[b]) for pair in series.pairs if b in pair.results]

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from ..metrics.cell_metrics import Metrics
     from ..runs.records import CellResult
 
+_NOT_TIMED = (
+    "not timed (--untimed): the device may have been shared, so there are no tok/s, time shares or speed-ups; tokens "
+    "and BE are valid"
+)
+
 
 def remarks_of(summary: Summary) -> list[list[str]]:
     """The remarks on a summary, as paragraphs of lines, the most important first; a first line stands by itself."""
@@ -26,7 +31,7 @@ def remarks_of(summary: Summary) -> list[list[str]]:
         _failures(summary.failed),
         [f"stopped: {summary.stopped}"] * bool(summary.stopped),
         ["interrupted: unfinished cells are missing; run again to resume"] * summary.interrupted,
-        _untimed(summary),
+        [_NOT_TIMED] * any(result.metrics and not result.metrics.timed for result in results),
         _other_traffic(results),
         _withheld(summary),
         _agreement(results),
@@ -110,14 +115,6 @@ def _marks(results: Sequence[CellResult]) -> Iterator[str]:
             yield f"not certified: run {command}"
         elif kind == "unexercised":
             yield f"not exercised: enumeration proves nothing of pairs with '{name}' ({mark.place})"
-
-
-def _untimed(summary: Summary) -> Iterator[str]:
-    if not all(result.metrics.timed for result in summary.results if result.metrics):
-        yield (
-            "not timed (--untimed): the device may have been shared, so there are no tok/s, time shares or speed-ups; "
-            "tokens and BE are valid"
-        )
 
 
 def _prediction_error(summary: Summary) -> Iterator[str]:

@@ -12,13 +12,6 @@ from contextlib import contextmanager
 _SIGNALS = [number for name in ("SIGINT", "SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
 
 
-@contextmanager
-def interrupting() -> Iterator[None]:
-    """Raise KeyboardInterrupt on each of the signals."""
-    with handled(signal.default_int_handler):
-        yield
-
-
 #: Number of signals in the block of `saving_interrupts`; None outside of it.
 _signals: int | None = None
 

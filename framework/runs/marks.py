@@ -88,7 +88,7 @@ def mark_of(cell: CellConfig | CellResult) -> Mark:
     recorded = {} if isinstance(cell, CellConfig) else cell.provenance
     source, version = recorded.get("drafter"), str(recorded.get("crossdraft") or "")
     source = source if isinstance(source, Mapping) and source.get("sha256") else None
-    own = _from_record(certified_registry.certificate(drafter, options, source, version if source else ""))
+    own = mark_of_strategy(drafter, options, source, version if source else "")
     if own is None and not plugins.of_repository(drafter):
         own = Mark.from_json(recorded.get("mark")) or Mark("uncertified")
     return mark if own is None or own.kind == "certified" else own
@@ -109,9 +109,7 @@ def mark_by_verifier(cell: CellConfig | CellResult) -> Mark:
         return recorded_mark or mark_of_verifier(verifier, options)
     if recorded_mark is None and not plugins.traits_of("verifiers", verifier, options).lossless:
         return Mark("lossy")
-    current_mark = _from_record(
-        certified_registry.certificate(verifier, options, source, str(recorded.get("crossdraft") or ""))
-    )
+    current_mark = mark_of_strategy(verifier, options, source, str(recorded.get("crossdraft") or ""))
     if builtin := source.get("distribution") == "crossdraft":  # it was the drafter that was not certified
         recorded_mark = None if recorded_mark == Mark("uncertified") else recorded_mark
     return current_mark or recorded_mark or Mark("certified" if builtin else "uncertified")
@@ -129,12 +127,11 @@ def mark_of_verifier(verifier: type[Any], options: Any) -> Mark:
     return mark_of_strategy(verifier, options) or Mark("certified" if is_builtin else "uncertified")
 
 
-def mark_of_strategy(strategy: type[Any], options: Any) -> Mark | None:
-    """Mark of an installed drafter or verifier by its certificate; None without one."""
-    return _from_record(certified_registry.certificate(strategy, options))
-
-
-def _from_record(record: certified_registry.CertificateRecord | None) -> Mark | None:
+def mark_of_strategy(
+    strategy: type[Any], options: Any, source: Mapping[str, Any] | None = None, crossdraft: str = ""
+) -> Mark | None:
+    """Mark of a drafter or verifier by its certificate, of the installed code by default; None without one."""
+    record = certified_registry.certificate(strategy, options, source, crossdraft)
     if record is None:
         return None
     if not record.lossless:

@@ -68,12 +68,13 @@ class Table:
         return getattr(self, form)()
 
     def text(self) -> str:
-        return _joined(self.title, self._tabulated("simple"), "\n".join(self.notes))
+        return "\n\n".join(filter(None, (self.title, self._tabulated("simple"), "\n".join(self.notes))))
 
     def markdown(self, level: int = 2) -> str:
         """GitHub's Markdown, with the title as a heading of this level."""
         heading = f"{'#' * level} {self.title}" if self.title else ""
-        return _joined(heading, self._tabulated("github"), "\n".join(f"- {note}" for note in self.notes))
+        notes = "\n".join(f"- {note}" for note in self.notes)
+        return "\n\n".join(filter(None, (heading, self._tabulated("github"), notes)))
 
     def latex(self) -> str:
         """LaTeX for the package booktabs; title and notes as comments."""
@@ -115,16 +116,19 @@ class Table:
             _alignment(row[i] for row in rows) if isinstance(column, str) else column[1]
             for i, column in enumerate(columns)
         ]
-        header, *body = [[_escaped(self._cell(cell), style) for cell in row] for row in (self.names, *rows)]
+        header, *body = [[self._cell(cell, style) for cell in row] for row in (self.names, *rows)]
         widths: dict[str, Any] = {"maxcolwidths": list(self.widths)} if any(self.widths) else {}
         return tabulate(body, headers=header, tablefmt=style, disable_numparse=True, colalign=align, **widths)
 
-    def _cell(self, cell: Any) -> str:
+    def _cell(self, cell: Any, style: str) -> str:
+        """A cell as text, without control characters and, in Markdown, with escaped bars."""
         if isinstance(cell, float):
             return f"{cell:.{self.digits}f}"
         if isinstance(cell, Estimate):
             return estimate_text(cell, digits=self.digits)
-        return "" if cell is None else str(cell)
+        text = "" if cell is None else str(cell)
+        text = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+        return text.replace("|", "\\|") if style == "github" else text
 
 
 def _alignment(cells: Iterable[Any]) -> Alignment:
@@ -134,13 +138,3 @@ def _alignment(cells: Iterable[Any]) -> Alignment:
 
 def _estimate(cell: Any) -> Estimate | None:
     return cell if cell is None or isinstance(cell, Estimate) else Estimate(cell)
-
-
-def _escaped(text: str, style: str) -> str:
-    """The text without control characters and, in Markdown, with escaped bars."""
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
-    return text.replace("|", "\\|") if style == "github" else text
-
-
-def _joined(*parts: str) -> str:
-    return "\n\n".join(part for part in parts if part)

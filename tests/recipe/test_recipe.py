@@ -109,7 +109,7 @@ def test_sampling_key_in_matrix_is_runs(base: str) -> None:
 
 def test_run_keys_in_matrix(base: str) -> None:
     settings = ["matrix={seed: [0, 1], max_new_tokens: [4, 8], dtype: [float32]}", "sampling.temperature=0"]
-    groups = expand(load_recipe(base, settings)).groups()
+    groups = expand(load_recipe(base, settings)).groups.values()
     assert [(g[0].seed, g[0].max_new_tokens, g[0].dtype) for g in groups] == [
         (0, 4, "float32"), (0, 8, "float32"), (1, 4, "float32"), (1, 8, "float32")
     ]  # fmt: skip

@@ -4,6 +4,7 @@ import signal
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 
 import pytest
 
@@ -17,7 +18,9 @@ class Finalised:
         signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("block", [interrupts.interrupting, interrupts.saving_interrupts])
+@pytest.mark.parametrize(
+    "block", [partial(interrupts.handled, signal.default_int_handler), interrupts.saving_interrupts]
+)
 def test_signal_in_a_finaliser_is_delivered_after_it(block: Callable[[], AbstractContextManager[None]]) -> None:
     late = threading.Event()
     timer = threading.Timer(10, late.set)

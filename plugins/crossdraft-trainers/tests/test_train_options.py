@@ -160,11 +160,11 @@ def cli_module(name: str) -> Any:
 
 
 def test_signal_that_is_ignored_stays_ignored() -> None:
-    from crossdraft.framework.runs.interrupts import interrupting
+    from crossdraft.framework.runs.interrupts import handled
 
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
-        with interrupting():
+        with handled(signal.default_int_handler):
             os.kill(os.getpid(), signal.SIGHUP)
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
