@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -54,7 +55,8 @@ class Plan:
         expansion: cells of the whole recipe.
         directory: directory of the run or of its shard.
         groups: groups of the run or of its shard; ``cells``: their cells.
-        prompts_digest: digest of the prompts, for provenance.
+        provenance: returns the conditions of a measurement of a cell now; they include the certificates, so they change
+            when cells are certified.
         blocks: positions of the prompts of each block, see `blocks_of`.
         environment: see `describe`; empty for a launcher, which leaves the devices to its processes.
         about: description of the run in plug-in notifications.
@@ -68,7 +70,7 @@ class Plan:
     directory: RunDirectory
     groups: list[PlannedGroup]
     cells: list[CellConfig]
-    prompts_digest: str
+    provenance: Callable[[CellConfig], dict[str, Any]]
     blocks: list[list[int]]
     environment: dict[str, Any]
     about: dict[str, Any]
@@ -79,10 +81,6 @@ class Plan:
     def new(self) -> list[CellConfig]:
         """Cells to measure."""
         return [cell for group in self.groups if group.stored is None for cell in group.cells]
-
-    def provenance(self, cell: CellConfig) -> dict[str, Any]:
-        """Conditions of a measurement now; includes the certificates, so it changes when cells are certified."""
-        return provenance(cell, self.environment, self.prompts_digest, not self.config.untimed)
 
     def look_up(self) -> None:
         """Find the results on disk. The directory must be locked, because another run may write to it otherwise."""
@@ -162,6 +160,7 @@ def make_plan(config: RunConfig) -> Plan:
         settings = group_title(cells[0], expansion.cells)
         title = f"group {number} of {len(groups)} ({settings})"
         planned.append(PlannedGroup(cells, key, title, settings))
+    environment = {} if config.launcher else describe()
     own_cells = [cell for _, cells in groups for cell in cells]
     return Plan(
         config,
@@ -170,9 +169,9 @@ def make_plan(config: RunConfig) -> Plan:
         RunDirectory(path),
         planned,
         own_cells,
-        _digest(prompts),
+        partial(provenance, environment=environment, prompts=_digest(prompts), timed=not config.untimed),
         blocks=blocks_of(prompts, {cell.batch_size for cell in expansion.cells}, Random(recipe.seed)),
-        environment={} if config.launcher else describe(),
+        environment=environment,
         about={
             "name": recipe.name,
             "directory": str(path),

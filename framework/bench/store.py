@@ -81,8 +81,8 @@ class Store:
     def close(self, share: float) -> None:
         """Write the files of the end of a run."""
         outcome = self._outcome
-        order = {cell.hash: i for i, cell in enumerate(self._plan.cells)}
-        outcome.results.sort(key=lambda result: order[result.config.hash])
+        by_cell = {result.config.hash: result for result in outcome.results}
+        outcome.results = [by_cell[cell.hash] for cell in self._plan.cells if cell.hash in by_cell]
         cuts = sorted({result.cut for result in outcome.results} - {""})
         outcome.notes += [*cuts, *_notes_on(outcome.results)]
         note = outcome.stopped or "; ".join(cuts)

@@ -71,13 +71,13 @@ def read_yaml(
         UsageError: the file is not readable, is not YAML, or contains values rejected by `yaml_value`; with the line.
     """
     text, file = read_text(path, RECIPE_BYTES, subject=f"the {kind}"), printable(str(path))
-    places: dict[KeyPath, str] = {(): file}
-    data = yaml_value(text, lambda line: f"{file}:{line}", lambda path, line: places.update({path: f"{file}:{line}"}))
+    lines: dict[KeyPath, int] = {}
+    data = yaml_value(text, lambda line: f"{file}:{line}", lines)
     if not isinstance(data, dict):
         raise UsageError(
             f"{file}: {'an' if kind[0] in 'aeiou' else 'a'} {kind} must be a mapping of keys to values ({keys})"
         )
-    return data, Places(places)
+    return data, Places({(): file} | {path: f"{file}:{line}" for path, line in lines.items()})
 
 
 def override(data: dict[str, Any], places: Places, settings: Mapping[str, Any] | Iterable[str]) -> None:
@@ -123,20 +123,19 @@ def _set(data: Any, parts: list[str], value: Any, place: str, places: Places) ->
     """
     path: KeyPath = ()
     for part in parts:
-        at, last = dotted(path), len(path) == len(parts) - 1
         if isinstance(data, list):
             step: str | int = int(part) if part.isascii() and part.isdecimal() and len(part) < 10 else part
             if not isinstance(step, int) or step >= len(data):
                 problem = f"a list; {quoted(step)} is not one of 0 to {len(data) - 1}"
-                empty = f"an empty list; set {at}=[...] instead"
-                raise UsageError(f"{place}: {at} is {problem if data else empty}")
+                empty = f"an empty list; set {dotted(path)}=[...] instead"
+                raise UsageError(f"{place}: {dotted(path)} is {problem if data else empty}")
         elif isinstance(data, dict):
             step = part
         else:
-            raise UsageError(f"{place}: {at} is {quoted(data)}, which has no key {quoted(part)}")
+            raise UsageError(f"{place}: {dotted(path)} is {quoted(data)}, which has no key {quoted(part)}")
         holder: Any = data
         path = (*path, step)
-        if last:
+        if len(path) == len(parts):
             holder[step] = value
             break
         child = holder.get(step) if isinstance(data, dict) else holder[step]

@@ -58,14 +58,12 @@ _CONVERT: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def yaml_value(
-    text: str, at: Callable[[int], str], put: Callable[[KeyPath, int], None] = lambda path, line: None
-) -> Any:
+def yaml_value(text: str, at: Callable[[int], str], lines: dict[KeyPath, int] | None = None) -> Any:
     """Parse a YAML text with one document; None if it is empty.
 
     Args:
         at: returns the place of a line, counted from 1, for messages.
-        put: called with the path and line of each key and list item, before its value.
+        lines: receives the line of each key and list item by its path, in order.
 
     Raises:
         UsageError: the text is not YAML, or contains values that options cannot have; with the place.
@@ -86,14 +84,14 @@ def yaml_value(
         raise UsageError(f"{at(mark.line + 1 if mark else 1)}: this is not YAML: {problem}") from None
     except yaml.YAMLError as error:
         raise UsageError(f"{at(1)}: this is not YAML: {str(error).partition(chr(10))[0]}") from None
-    return None if node is None else _Values(loader, at, put).value(node, ())
+    return None if node is None else _Values(loader, at, {} if lines is None else lines).value(node, ())
 
 
 class _Values:
     """Values of nodes."""
 
-    def __init__(self, loader: Any, at: Callable[[int], str], put: Callable[[KeyPath, int], None]):
-        self.loader, self.at, self.put = loader, at, put
+    def __init__(self, loader: Any, at: Callable[[int], str], lines: dict[KeyPath, int]):
+        self.loader, self.at, self.lines = loader, at, lines
         self.count = 0
         #: Lists and mappings around the current value.
         self.around: list[Any] = []
@@ -116,16 +114,15 @@ class _Values:
         if node.tag != f"{_TAG}{'seq' if is_list else 'map'}":
             raise self.tag_error(node)
         self.around.append(node)
-        value = self.items(node, path) if is_list else self.mapping(node, path)
+        if is_list:
+            value: Any = []
+            for i, item in enumerate(node.value):
+                self.lines[*path, i] = item.start_mark.line + 1
+                value.append(self.value(item, (*path, i)))
+        else:
+            value = self.mapping(node, path)
         self.around.pop()
         return value
-
-    def items(self, node: Any, path: KeyPath) -> list[Any]:
-        values = []
-        for i, item in enumerate(node.value):
-            self.put((*path, i), item.start_mark.line + 1)
-            values.append(self.value(item, (*path, i)))
-        return values
 
     def mapping(self, node: Any, path: KeyPath) -> dict[str, Any]:
         """The mapping; explicit keys take precedence over those of ``<<``, and these over later ones."""
@@ -142,7 +139,7 @@ class _Values:
                 key = self.key(key_node)
                 if key in result:
                     raise self.error(key_node, f"the key {quoted(key)} is given twice; remove one of them")
-                self.put((*path, key), key_node.start_mark.line + 1)
+                self.lines[*path, key] = key_node.start_mark.line + 1
                 result[key] = self.value(value, (*path, key))
         for part in merged:
             result |= {key: value for key, value in part.items() if key not in result}

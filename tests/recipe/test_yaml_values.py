@@ -40,7 +40,7 @@ def test_maximum_nesting_is_read() -> None:
 def test_merged_and_repeated_values() -> None:
     lines: dict[tuple[str | int, ...], int] = {}
     text = "base: &b {x: 1, y: 2}\nown:\n  <<: *b\n  y: 3\nlist: [*b, *b]\n"
-    value = yaml_value(text, lambda line: f"f:{line}", lines.__setitem__)
+    value = yaml_value(text, lambda line: f"f:{line}", lines)
     assert value == {"base": {"x": 1, "y": 2}, "own": {"y": 3, "x": 1}, "list": [{"x": 1, "y": 2}] * 2}
     assert value["list"][0] is not value["list"][1] and list(value["own"]) == ["y", "x"]
     assert (lines["own", "y"], lines["own", "x"], lines["list", 1]) == (4, 1, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -17,7 +16,6 @@ from .tracking import tracking
 
 if TYPE_CHECKING:
     from ...bench.config import RunConfig
-    from ...bench.plan import Plan
     from ...cost.summary import Summary
 
 _PARALLEL = "parallel runs"
@@ -88,7 +86,8 @@ class RunRecipe(ProgramOptions, TrustOptions, Command):
 
         logging.disable_progress_bar()  # the run has its own progress bar
         plan = make_plan(config)
-        self.trusted(_models(plan))
+        # Any string in a drafter's options may be a model.
+        self.trusted(name for cell in plan.expansion.cells for name in (cell.target, *strings_in(cell.drafter.config)))
         with saving_interrupts(), tracking(self.track, plan) as outcome:
             with opened(plan) as started:
                 certify_missing(plan.new, config.message, started.limit)
@@ -142,13 +141,6 @@ def _print_partial(outcome: Summary) -> None:
     from ...report.tables import brief
 
     print_error(f"\n{brief(outcome)}")
-
-
-def _models(plan: Plan) -> Iterator[str]:
-    """All strings in the cells of a plan that may be models."""
-    for cell in plan.expansion.cells:
-        yield cell.target
-        yield from strings_in(cell.drafter.config)
 
 
 def _duration(text: str) -> str:
