@@ -150,11 +150,6 @@ class GroupRunner:
         return sum(cell.result.error is None for cell in self.cells)
 
     @property
-    def complete(self) -> bool:
-        """True if all pieces are finished."""
-        return bool(self.pieces) and self.finished == len(self.pieces)
-
-    @property
     def blocks(self) -> int:
         """Number of finished blocks."""
         return sum(end <= self.finished for end in self._block_ends)

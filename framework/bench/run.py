@@ -215,9 +215,10 @@ class LocalRun:
                     budget.done = done
         except BaseException:
             for runner in runners:
-                runner.settle(done or None)
-                pieces = f"piece {runner.finished} of {len(runner.pieces)}"
-                _interrupt(runner, f"block {done} of {blocks}" if done else pieces, store)
+                results = [r for r in runner.settle(done or None) if r.metrics is not None or r.error is not None]
+                position = f"block {done} of {blocks}" if done else f"piece {runner.finished} of {len(runner.pieces)}"
+                cut_short = 0 < runner.finished < len(runner.pieces)
+                store.interrupt(results, f"{runner.planned.settings}: cut short after {position}" if cut_short else "")
             raise
         finally:
             for runner in runners:
@@ -246,10 +247,3 @@ class LocalRun:
             budget = str(self.plan.config.recipe.time)
             result.planned, result.budget = (len(self.plan.prompts), budget) if cut else (None, "")
         return results
-
-
-def _interrupt(runner: GroupRunner, position: str, store: Store) -> None:
-    """Add the finished part of a group to the results."""
-    cut_short = runner.finished and not runner.complete
-    note = f"{runner.planned.settings}: cut short after {position}" if cut_short else ""
-    store.interrupt([r for r in runner.results if r.metrics is not None or r.error is not None], note)

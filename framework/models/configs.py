@@ -34,21 +34,20 @@ LEFT_OUT = "embedding-left-out-run-crossdraft-train-export.safetensors"
 _MOST_POSITIONS = Limit(2**31 - 1, "positions are counted in 32 bits")
 
 
-def read_config(directory: Path) -> dict[str, Any]:
-    """Read the ``config.json`` of a model directory. Raises ModelError with the key of an invalid value."""
-    file = directory / "config.json"
-    return check_config(read_json(file, CONFIG_BYTES, error=ModelError), str(file))
+def read_config(place: Path) -> dict[str, Any]:
+    """Read the ``config.json`` of a model directory, or this file, and check its sizes, those of nested configs, too.
 
-
-def check_config(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """Return ``config`` after checking its sizes, including nested configs (``text_config``)."""
+    Raises ModelError with the key of an invalid value.
+    """
+    file = place / "config.json" if place.is_dir() else place
+    config = read_json(file, CONFIG_BYTES, error=ModelError)
     stack = [("", config)]
     while stack:
         prefix, nested = stack.pop()
         for key, value in nested.items():
             path = f"{prefix}{key}"
             if error := _error_of(key, value):
-                raise ModelError(f"{source}: {path} is {quoted(value)}; {error}")
+                raise ModelError(f"{file}: {path} is {quoted(value)}; {error}")
             if isinstance(value, dict):
                 stack.append((f"{path}.", value))
     return config

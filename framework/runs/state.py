@@ -99,7 +99,7 @@ def state_of(path: Path) -> RunState:
     Raises:
         UsageError: the directory is not a run, or its files are not readable.
     """
-    if not path.is_dir() or not ((path / FILE).is_file() or (path / "recipe.json").is_file()):
+    if not _is_run(path):
         raise UsageError(
             f"{printable(str(path))} is not the directory of a run; crossdraft runs DIR lists the runs in DIR"
         )

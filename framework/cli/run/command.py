@@ -114,25 +114,18 @@ class RunRecipe(ProgramOptions, TrustOptions, Command):
         from ...bench.config import RunConfig, log_to_stderr
         from ...runs.shards import Shard
 
+        same = ("out", "fresh", "retry_failed", "fail_fast", "step_limit", "trust_remote_code", "untimed", "debug")
+        same += ("launcher", "workers")
         return RunConfig(
             recipe,
-            self.out,
-            fresh=self.fresh,
-            retry_failed=self.retry_failed,
-            fail_fast=self.fail_fast,
-            step_limit=self.step_limit,
+            **{name: getattr(self, name) for name in same},
             validate=self.validate_,
-            trust_remote_code=self.trust_remote_code,
             allow_programs=self.allow_program,
             shard=Shard.parse(self.shard) if self.shard else None,
-            untimed=self.untimed,
             log=None if self.quiet else log_to_stderr,
             table=None if self.quiet else _print_partial,
             progress=not self.quiet,
-            debug=self.debug,
-            launcher=self.launcher,
             launcher_options=dict(map(_launcher_option, self.launcher_option)),
-            workers=self.workers,
             command=["run", self.recipe, *(part for setting in settings for part in ("--set", setting))],
         )
 

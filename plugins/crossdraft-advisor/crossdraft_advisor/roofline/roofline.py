@@ -22,9 +22,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from crossdraft import ModelError, UsageError, first_line, printable, quoted
-from crossdraft.commands import CONFIG_BYTES, kind_of, path_of, read_json
+from crossdraft.commands import kind_of, path_of
 from crossdraft.framework import plugins
-from crossdraft.framework.models.configs import check_config
+from crossdraft.framework.models.configs import read_config
 from crossdraft.models import refuse_quantized, split_adapter
 
 from .accelerators import Accelerator, accelerator
@@ -411,7 +411,7 @@ def read_shape(name: str) -> Shape:
         raise UsageError(
             f"{printable(name)} is not a config.json, a model directory or a registered model; give one of these"
         )
-    config = check_config(read_json(file, CONFIG_BYTES, error=ModelError), str(file))
+    config = read_config(file)
     try:
         return Shape.from_config(config, name=(path.name if directory else path.stem) or name)
     except ModelError as error:
