@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,8 @@ if TYPE_CHECKING:
     from ...recipe.recipe import CellConfig
     from ...runs.certified_registry import CertificateRecord
 
-#: A strategy to certify: "verifier" or "drafter", class, config, and the function that certifies it.
-Task = tuple[str, Any, Any, Callable[[], "CertificateRecord | None"]]
+#: A strategy to certify: "verifier" or "drafter", class, config; for a drafter, the verifier and its config.
+Task = tuple[str, Any, Any, tuple[Any, Any] | None]
 
 
 def certify_missing(cells: Iterable[CellConfig], log: Callable[[str], None], limit: StepLimit) -> None:
@@ -38,9 +37,9 @@ def certify_missing(cells: Iterable[CellConfig], log: Callable[[str], None], lim
     start, certified, new = monotonic(), [], []
     failure = ""
     with one_thread():
-        for kind, strategy, config, certify in _tasks(cells, limit):
+        for kind, strategy, config, partner in _tasks(cells):
             certificate = certified_registry.certificate(strategy, config)
-            if certificate is None and (certificate := _guarded(certify, limit)) is not None:
+            if certificate is None and (certificate := _certified(strategy, config, partner, limit)) is not None:
                 new.append((strategy, config, certificate))
                 certified += [strategy.name] * certificate.exercised
             if certificate is not None and not certificate.lossless:
@@ -57,11 +56,24 @@ def certify_missing(cells: Iterable[CellConfig], log: Callable[[str], None], lim
         log(f"certified lossless on the smallest toy models, in {monotonic() - start:.1f} s: {names}")
 
 
-def _guarded(certify: Callable[[], CertificateRecord | None], limit: StepLimit) -> CertificateRecord | None:
+def _certified(
+    strategy: Any, config: Any, partner: tuple[Any, Any] | None, limit: StepLimit
+) -> CertificateRecord | None:
     """The certificate, or None if the strategy raised; its cells report the error."""
+    from ...certificate.outcomes import certify_drafter, certify_quickly, outcome
+    from ...certificate.rows import CannotRun
+    from ...plugins import of_repository
+    from ...runs.certified_registry import CertificateRecord
+
     try:
         limit.restart()
-        return certify()
+        if partner is None:
+            return outcome(certify_quickly(strategy, config, limit.restart))
+        return outcome(certify_drafter(strategy, config, *partner))
+    except CannotRun as reason:
+        if partner is None or of_repository(strategy):
+            return None
+        return CertificateRecord(0.0, place=f"drafter '{strategy.name}': {reason}", exercised=False)
     except BaseException as error:
         propagate_interrupt(error)
         return None
@@ -84,7 +96,7 @@ def _failure_message(kind: str, name: str, certificate: CertificateRecord) -> st
     )
 
 
-def _tasks(cells: Iterable[CellConfig], limit: StepLimit) -> list[Task]:
+def _tasks(cells: Iterable[CellConfig]) -> list[Task]:
     """Verifiers that are declared lossless, then drafters of plug-ins; crossdraft's tests certify its own drafters."""
     from ... import plugins
     from ...api.build import configured
@@ -96,29 +108,9 @@ def _tasks(cells: Iterable[CellConfig], limit: StepLimit) -> list[Task]:
         verifier, config = configured("verifiers", cell.verifier)
         if not plugins.traits_of("verifiers", verifier, config).lossless:
             continue
-        certify = partial(_certify_verifier, verifier, config, limit)
-        verifiers.setdefault(f"{verifier.name} {config!r}", ("verifier", verifier, config, certify))
+        verifiers.setdefault(f"{verifier.name} {config!r}", ("verifier", verifier, config, None))
         drafter, options = configured("drafters", cell.drafter)
         if drafter.__module__.partition(".")[0] != "crossdraft":
-            certify = partial(_certify_drafter, drafter, options, verifier, config)
-            drafters.setdefault(f"{drafter.name} {options!r}", ("drafter", drafter, options, certify))
+            key = f"{drafter.name} {options!r}"
+            drafters.setdefault(key, ("drafter", drafter, options, (verifier, config)))
     return [*verifiers.values(), *drafters.values()]
-
-
-def _certify_verifier(verifier: Any, config: Any, limit: StepLimit) -> CertificateRecord | None:
-    from ...certificate.outcomes import certify_quickly, outcome
-
-    return outcome(certify_quickly(verifier, config, limit.restart))
-
-
-def _certify_drafter(drafter: Any, options: Any, verifier: Any, config: Any) -> CertificateRecord | None:
-    from ...certificate.outcomes import certify_drafter, outcome
-    from ...certificate.rows import CannotRun
-    from ...plugins import of_repository
-    from ...runs.certified_registry import CertificateRecord
-
-    try:
-        return outcome(certify_drafter(drafter, options, verifier, config))
-    except CannotRun as reason:
-        record = CertificateRecord(0.0, place=f"drafter '{drafter.name}': {reason}", exercised=False)
-        return None if of_repository(drafter) else record
