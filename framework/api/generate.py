@@ -9,7 +9,7 @@ for response in generate(target, ["What is a token?"], drafter="prompt-lookup", 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..contracts.constraint import Grammar
 from ..contracts.models import TRANSFORMERS, LoadedModel
 from ..contracts.rng import CounterRng
 from ..contracts.sampling import Sampling
-from ..contracts.steps import Chunk, Request, Response, StepEvent, raise_failed
+from ..contracts.steps import Chunk, Request, Response, raise_failed
 from ..engine.checks import check_prompt
 from ..engine.decoder import Decoder
 from ..errors import UsageError
@@ -161,12 +161,12 @@ def generate(
             its ``responses``.
     """
     streamer = options.streamer
-    call = _prepare(model, inputs, options, live=streamer is not None)
+    requests, chunks = _prepare(model, inputs, options, live=streamer is not None)
     if streamer is not None:
-        check_streamer(streamer, len(call.requests))
-        put_tensors(streamer, [[request.prompt] for request in call.requests])
+        check_streamer(streamer, len(requests))
+        put_tensors(streamer, [[request.prompt] for request in requests])
     responses = []
-    for chunk in call.chunks():
+    for chunk in chunks:
         if streamer is not None:
             put_tensors(streamer, [[token] for token in chunk.tokens])
         if chunk.response is not None:
@@ -190,47 +190,39 @@ def stream(
 
     Raises: as `generate`; a NumericalError after all chunks.
     """
-    return _chunks(_prepare(model, inputs, options, live=True))
+    _, chunks = _prepare(model, inputs, options, live=True)
+    return _stream(chunks)
 
 
-def _chunks(call: _Call) -> Iterator[Chunk]:
+def _stream(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
     responses = []
-    for chunk in call.chunks():
+    for chunk in chunks:
         if chunk.response is not None:
             responses.append(chunk.response)
         yield chunk
     raise_failed(sorted(responses, key=lambda response: response.index))
 
 
-@dataclass
-class _Batch:
-    """Requests with equal sampling parameters, and a function that makes their decoder."""
-
-    requests: list[Request]
-    outputs: list[Output]
-    decoder: Callable[[], Decoder]
+#: Requests with equal sampling parameters, their outputs, and a function that makes their decoder.
+_Batch = tuple[list[Request], list[Output], Callable[[], Decoder]]
 
 
-@dataclass
-class _Call:
-    """A checked call: a batch per set of sampling parameters, in the order of their first inputs."""
-
-    requests: list[Request]
-    batches: list[_Batch]
-    live: bool
-    on_step: Callable[[StepEvent], None] | None
-
-    def chunks(self) -> Iterator[Chunk]:
-        while self.batches:
-            yield from self._decode(self.batches.pop(0))  # frees its slots before the next ones are allocated
-
-    def _decode(self, batch: _Batch) -> Iterator[Chunk]:
-        outputs = Outputs(batch.decoder(), live=self.live, on_step=self.on_step)
-        for chunks in outputs.steps(zip(batch.requests, batch.outputs, strict=True)):
-            yield from chunks
+def _chunks(batches: list[_Batch], options: StreamOptions, live: bool) -> Iterator[Chunk]:
+    while batches:
+        yield from _chunks_of(*batches.pop(0), options, live)  # frees its slots before the next ones are allocated
 
 
-def _prepare(model: str | LoadedModel, inputs: Any, options: StreamOptions, live: bool) -> _Call:
+def _chunks_of(
+    requests: list[Request], outputs: list[Output], decoder: Callable[[], Decoder], options: StreamOptions, live: bool
+) -> Iterator[Chunk]:
+    for chunks in Outputs(decoder(), live=live, on_step=options.on_step).steps(zip(requests, outputs, strict=True)):
+        yield from chunks
+
+
+def _prepare(
+    model: str | LoadedModel, inputs: Any, options: StreamOptions, live: bool
+) -> tuple[list[Request], Iterator[Chunk]]:
+    """The requests of a checked call, and the chunks of their outputs, which are decoded as they are requested."""
     options = options.checked()
     if not isinstance(model, str | LoadedModel):
         raise UsageError(
@@ -243,7 +235,7 @@ def _prepare(model: str | LoadedModel, inputs: Any, options: StreamOptions, live
     # Checked before anything is loaded.
     pairs = {params: compatible_pair(options.drafter, options.verifier, params) for params in dict.fromkeys(samplings)}
     if not texts:
-        return _Call([], [], live, options.on_step)
+        return [], iter(())
     target = load_model(model) if isinstance(model, str) else model
     if options.stop and target.tokenizer is None:
         raise UsageError(f"stop needs text, but {target.name} has no tokenizer; leave stop out")
@@ -281,13 +273,12 @@ def _prepare(model: str | LoadedModel, inputs: Any, options: StreamOptions, live
             if constraint.key not in grammars:
                 grammars[constraint.key] = compile_constraint(constraint, target, first.target.vocab_size)
             requests[i] = requests[i]._replace(constraint=grammars[constraint.key])
-    batches = []
+    batches: list[_Batch] = []
     for sampling in pairs:
         members = [request for request, params in zip(requests, samplings, strict=True) if params == sampling]
         outputs = [Output(target.tokenizer, options.stop, live=live) for _ in members]
-        batches.append(_Batch(members, outputs, partial(decoder_of, sampling)))
-    batches[0].decoder = lambda: first
-    return _Call(requests, batches, live, options.on_step)
+        batches.append((members, outputs, partial(decoder_of, sampling) if batches else lambda: first))
+    return requests, _chunks(batches, options, live)
 
 
 def compatible_pair(
