@@ -199,7 +199,7 @@ class GroupRunner:
                         cell.runner = Cell(config, target, lm, self.models, sequence, self._slot, *options)
         for cell, runner in self.running:
             cell.depth = runner.depth
-            self.progress.start_cell(cell.config, runner)
+            self.progress.start_cell(cell.result, runner)
             with self._attempt(cell):
                 runner.warm_up(warm_up)
         if self.pieces:  # opened again
@@ -238,7 +238,7 @@ class GroupRunner:
             if number == 0:  # the first estimate of the duration uses plain decoding
                 order.sort(key=lambda item: not item[0].config.is_baseline)
             for cell, runner in order:
-                self.progress.start_cell(cell.config, runner)
+                self.progress.start_cell(cell.result, runner)
                 with self._attempt(cell):
                     result = runner.run(piece)
                     if self.plan.config.untimed:
@@ -373,7 +373,7 @@ class GroupRunner:
             result = cell.result
             result.error, result.traceback, result.metrics = self._reason(error, cell.config), trace, None
             logger.debug("cell %s failed", cell.config.hash, exc_info=error)
-            pair = pair_title(cell.config)
+            pair = pair_title(result)
             self.progress.message(f"failed: {pair}: {result.error}")
             if self.plan.config.debug:
                 self.progress.message(trace.rstrip())

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from tqdm import tqdm
 
 from ..api.cell_runner import CellRunner
-from ..recipe.recipe import CellConfig
 from ..runs.labels import counted, duration, pair_title
 from ..runs.records import CellResult
 from .budget import Budget
@@ -45,6 +44,7 @@ class Progress:
 
     Attributes:
         total, done: number of prompts over all cells, and of finished ones.
+        bar: the bar; to be closed at the end.
     """
 
     def __init__(
@@ -70,11 +70,7 @@ class Progress:
         self._last_estimate = 0.0  # time of the last estimate
         # None: tqdm disables the bar unless stderr is a terminal.
         off, total, (columns, rows) = None if bar else True, self.total, _screen()
-        self._bar = tqdm(total=total, miniters=1, leave=False, disable=off, ncols=columns, nrows=rows, bar_format=_BAR)
-
-    def close(self) -> None:
-        """Remove the bar."""
-        self._bar.close()
+        self.bar = tqdm(total=total, miniters=1, leave=False, disable=off, ncols=columns, nrows=rows, bar_format=_BAR)
 
     # -- what happens ---------------------------------------------------------------------------------------
 
@@ -88,11 +84,11 @@ class Progress:
         action = f"{'reusing' if group.stored else 'running'} {counted(len(group.cells), 'cell')}"
         self.message(f"{group.title}: {action}{f', {group.reason}' if group.reason else ''}")
 
-    def start_cell(self, config: CellConfig, runner: CellRunner) -> None:
+    def start_cell(self, cell: CellResult, runner: CellRunner) -> None:
         """Start the warm-up or a piece of a cell."""
-        pair = "plain decoding" if config.is_baseline else pair_title(config)
+        pair = "plain decoding" if cell.config.is_baseline else pair_title(cell)
         self._runner, self._started = runner, self._clock()
-        self._current = f"{pair}, batch size {config.batch_size}"
+        self._current = f"{pair}, batch size {cell.config.batch_size}"
         self._show()
 
     def finish_cell(self, prompts: int, turns: int) -> None:
@@ -101,7 +97,7 @@ class Progress:
         self._turns = DECAY * self._turns + turns
         self._seconds = DECAY * self._seconds + self._clock() - self._started
         self._show()
-        if self._bar.disable and self._clock() - self._last_line >= LINE:
+        if self.bar.disable and self._clock() - self._last_line >= LINE:
             self.message(f"{100 * self.share:.0f} %: {self._current}; {self._left()}")
 
     def finish_piece(self) -> None:
@@ -172,11 +168,11 @@ class Progress:
         return "" if not seconds else f"about {duration(seconds)} left"
 
     def _show(self) -> None:
-        if self._bar.disable:
+        if self.bar.disable:
             return
-        self._bar.n = min(self.done, self.total)
-        self._bar.set_postfix_str(", ".join(text for text in (self._left(), self._current) if text), refresh=False)
-        self._bar.refresh()
+        self.bar.n = min(self.done, self.total)
+        self.bar.set_postfix_str(", ".join(text for text in (self._left(), self._current) if text), refresh=False)
+        self.bar.refresh()
 
 
 def _screen() -> tuple[int, int]:

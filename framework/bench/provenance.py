@@ -18,6 +18,7 @@ from ..models.resolve import resolve
 from ..recipe.recipe import CellConfig, Strategy
 from ..runs.code_digest import code_sha256, source_of
 from ..runs.marks import mark_of
+from ..runs.records import CellResult
 from ..runs.threads import threads_in_use
 
 #: Libraries whose versions affect outputs or speed.
@@ -46,7 +47,7 @@ def provenance(config: CellConfig, environment: Mapping[str, Any], prompts: str,
         **{library: environment["versions"][library] for library in LIBRARIES},
         "drafter": _source("drafters", config.drafter),
         "verifier": _source("verifiers", config.verifier),
-        "mark": mark_of(config).to_json(),
+        "mark": mark_of(CellResult(config)).to_json(),
         **({"engine": source_of(plugins.get("servers", config.engine.name))} if config.engine else {}),
         "device": f"{device.type} ({hardware}){spread.description() if spread else ''}",
         "threads": user_threads["number"],

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -140,7 +140,8 @@ class LocalRun:
         if recipe.time is not None:
             budget = Budget(recipe.time, prompts, plan.blocks, recipe.max_new_tokens, config.clock)
         options: dict[str, Any] = {"bar": config.progress, "clock": config.clock, "budget": budget}
-        with closing(Progress(len(plan.new), len(prompts), turns, config.message, **options)) as progress:
+        progress = Progress(len(plan.new), len(prompts), turns, config.message, **options)
+        with progress.bar:
             store = Store(plan, self.outcome, self.state)
             try:
                 self._measure_groups(store, progress, models, budget)

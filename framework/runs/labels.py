@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from ..recipe.recipe import OWN_ENGINE, CellConfig
+from ..recipe.recipe import OWN_ENGINE
 from .marks import mark_of
 
 if TYPE_CHECKING:
+    from ..recipe.recipe import CellConfig
     from .records import CellResult
 
 _ALWAYS = ("temperature", "batch_size")
@@ -43,16 +44,14 @@ def setting_of(cell: CellConfig, key: str) -> Any:
     return getattr(cell.sampling if hasattr(cell.sampling, key) else cell, key)
 
 
-def verifier_title(cell: CellConfig | CellResult) -> str:
+def verifier_title(cell: CellResult) -> str:
     """Title of a cell's verifier in tables, with its mark unless it is certified."""
-    config = cell if isinstance(cell, CellConfig) else cell.config
-    return config.verifier.title + ("" if config.is_baseline else mark_of(cell).suffix)
+    return cell.config.verifier.title + ("" if cell.config.is_baseline else mark_of(cell).suffix)
 
 
-def pair_title(cell: CellConfig | CellResult) -> str:
+def pair_title(cell: CellResult) -> str:
     """Title of a cell's drafter and verifier, with the verifier's mark unless it is certified."""
-    config = cell if isinstance(cell, CellConfig) else cell.config
-    return f"{config.drafter.title} × {verifier_title(cell)}"
+    return f"{cell.config.drafter.title} × {verifier_title(cell)}"
 
 
 def counted(n: int, noun: str) -> str:

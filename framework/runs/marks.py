@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from .. import plugins
-from ..recipe.recipe import CellConfig
 from . import certified_registry
 
 if TYPE_CHECKING:
@@ -72,20 +71,19 @@ class Mark:
         return None
 
 
-def mark_of(cell: CellConfig | CellResult) -> Mark:
-    """Mark of a cell's pair; for a result that of its measurement, unless the same code was certified later.
+def mark_of(cell: CellResult) -> Mark:
+    """Mark of a cell's pair when it was measured, unless the same code was certified later; now if nothing is recorded.
 
     It is the verifier's, unless the certificate of a drafter of others failed, was not exercised or is missing.
     """
     mark = mark_by_verifier(cell)
     if mark.kind not in ("certified", "uncertified"):
         return mark
-    config = cell if isinstance(cell, CellConfig) else cell.config
+    config, recorded = cell.config, cell.provenance
     if config.engine is not None or config.is_baseline:
         return mark
     drafter = plugins.get("drafters", config.drafter.name)
     options = drafter.Config(**config.drafter.config)
-    recorded = {} if isinstance(cell, CellConfig) else cell.provenance
     source, version = recorded.get("drafter"), str(recorded.get("crossdraft") or "")
     source = source if isinstance(source, Mapping) and source.get("sha256") else None
     own = mark_of_strategy(drafter, options, source, version if source else "")
@@ -94,12 +92,11 @@ def mark_of(cell: CellConfig | CellResult) -> Mark:
     return mark if own is None or own.kind == "certified" else own
 
 
-def mark_by_verifier(cell: CellConfig | CellResult) -> Mark:
+def mark_by_verifier(cell: CellResult) -> Mark:
     """Mark of a cell's pair if its drafter is certified."""
-    config = cell if isinstance(cell, CellConfig) else cell.config
+    config, recorded = cell.config, cell.provenance
     if config.engine is not None:  # the engine verifies; see crossdraft verify-engine
         return Mark("uncertified")
-    recorded = {} if isinstance(cell, CellConfig) else cell.provenance
     verifier = plugins.get("verifiers", config.verifier.name)
     options = verifier.Config(**config.verifier.config)
     recorded_mark, source = Mark.from_json(recorded.get("mark")), recorded.get("verifier")

@@ -1,7 +1,6 @@
 """Progress lines, the progress bar, and estimates of the remaining time."""
 
 import io
-from contextlib import closing
 from typing import Any
 
 import pytest
@@ -46,13 +45,13 @@ def test_without_terminal() -> None:
     clock = Clock()
     run, shares = Run(2, 60, clock, bar=True), list[float]()
     progress = run.progress
-    with closing(progress):
+    with progress.bar:
         clock.now = 30.0  # loading models does not count
         progress.skip(20)  # stored pieces
         assert progress.left is None
         for _ in range(10):
             for name in ("none", "prompt-lookup"):
-                progress.start_cell(config(name, 4), RUNNER)
+                progress.start_cell(CellResult(config(name, 4)), RUNNER)
                 clock.now += 10.0
                 progress.finish_cell(2, 2)
                 shares.append(progress.share)
@@ -77,12 +76,13 @@ def test_on_terminal(monkeypatch: Any) -> None:
     monkeypatch.setattr(progress_module.tqdm, "__init__", _to(screen, progress_module.tqdm.__init__))
     clock = Clock()
     run = Run(2, 4, clock, bar=True)
-    with closing(run.progress) as progress:
-        progress.start_cell(config(), RUNNER)
+    progress = run.progress
+    with progress.bar:
+        progress.start_cell(CellResult(config()), RUNNER)
         clock.now = 150.0
         progress.finish_cell(4, 4)
         clock.now = 300.0
-        progress.start_cell(config("none"), RUNNER)
+        progress.start_cell(CellResult(config("none")), RUNNER)
         progress.message("a line")
     assert run.lines == ["a line"]
     shown = screen.getvalue()
@@ -101,9 +101,10 @@ def test_estimate_that_no_longer_holds_is_replaced() -> None:
     """The time of a turn increases from 10 s to 40 s."""
     clock = Clock()
     run = Run(1, 200, clock)
-    with closing(run.progress) as progress:
+    progress = run.progress
+    with progress.bar:
         for number in range(40):
-            progress.start_cell(config(), RUNNER)
+            progress.start_cell(CellResult(config()), RUNNER)
             clock.now += 10.0 if number < 10 else 40.0
             progress.finish_cell(1, 1)
             progress.finish_piece()
@@ -130,8 +131,9 @@ def test_first_estimate_does_not_wait_for_piece() -> None:
     budget = Budget()
     run = Run(1, 8, clock, turns=16, budget=budget)
     runner: Any = FakeRunner()
-    with closing(run.progress) as progress:
-        progress.start_cell(config(), runner)
+    progress = run.progress
+    with progress.bar:
+        progress.start_cell(CellResult(config()), runner)
         clock.now += 24.0
         runner.pace = 128.0
         progress.estimate_early()
@@ -155,7 +157,8 @@ def test_first_estimate_does_not_wait_for_piece() -> None:
 
 def test_empty_measurement() -> None:
     run = Run(0, 0, Clock())
-    with closing(run.progress) as progress:
+    progress = run.progress
+    with progress.bar:
         progress.finish_groups([])
         assert progress.share == 1.0
     assert run.lines == []

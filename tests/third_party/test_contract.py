@@ -174,8 +174,9 @@ def test_traits_of_verifier_follow_from_its_config(tmp_path: Path, models: dict[
     )
     cells = expand(recipe).cells
     from crossdraft.framework.runs.labels import verifier_title
+    from crossdraft.framework.runs.records import CellResult
 
-    titles = [verifier_title(cell) for cell in cells if not cell.is_baseline]
+    titles = [verifier_title(CellResult(cell)) for cell in cells if not cell.is_baseline]
     assert titles == ["wrapped rule=token (not certified)", "wrapped rule=lenient (lossy)", "token"]
 
 
