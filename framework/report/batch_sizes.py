@@ -140,8 +140,8 @@ def multi_over_single(summary: Summary) -> list[Table]:
     and marked, unless all of these pairs have a speed-up.
     """
     tables = []
-    several = {title: series for title, series in all_series(summary.results).items() if len(series.pairs) > 1}
-    for title, series in several.items():
+    comparable = {title: series for title, series in all_series(summary.results).items() if len(series.pairs) > 1}
+    for title, series in comparable.items():
         rows = []
         for b in sorted({b for pair in series.pairs for b in pair.results}):
             measured = [(pair, pair.results[b]) for pair in series.pairs if b in pair.results]
