@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 from crossdraft import ModelError, UsageError, first_line, printable, quoted
 from crossdraft.commands import kind_of, path_of
 from crossdraft.framework import plugins
-from crossdraft.framework.models.configs import read_config
-from crossdraft.models import refuse_quantized, split_adapter
+from crossdraft.models import read_config, refuse_quantized, split_adapter
 
 from .accelerators import Accelerator, accelerator
 from .options import MachineOptions
