@@ -11,9 +11,9 @@ import torch
 from .. import plugins
 from ..api.build import configured
 from ..errors import CrossdraftError
-from ..models.device import pick_device, pick_dtype
+from ..models.device import pick_dtype
 from ..models.digests import file_sha256, model_sha256, settings_sha256
-from ..models.placement import several_devices
+from ..models.placement import first_device, several_devices
 from ..models.resolve import resolve
 from ..recipe.recipe import CellConfig, Strategy
 from ..runs.code_digest import code_sha256, source_of
@@ -33,8 +33,7 @@ def provenance(config: CellConfig, environment: Mapping[str, Any], prompts: str,
         prompts: digest of the prompts.
         timed: False if times are discarded.
     """
-    spread = several_devices(config.device)
-    device = pick_device(config.device) if spread is None else spread.first_device()
+    device, spread = first_device(config.device), several_devices(config.device)
     cuda = device.type == "cuda"
     runner = (
         plugins.of_companion("runner of engines").__module__ if config.engine else f"{__package__}.cells.cell_runner"
