@@ -47,10 +47,10 @@ class Places:
                 raise
             raise type(error)(f"{place}: {error}") from error
 
-    def error(self, path: KeyPath, message: str, kind: type[CrossdraftError] = UsageError) -> Any:
+    def error(self, path: KeyPath, message: str) -> UsageError:
         """Create an error about the value at `path`."""
         place = self.of(path)
-        return kind(f"{place}: {message}" if place else message)
+        return UsageError(f"{place}: {message}" if place else message)
 
 
 def dotted(path: KeyPath) -> str:

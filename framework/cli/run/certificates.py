@@ -46,7 +46,8 @@ def certify_missing(cells: Iterable[CellConfig], log: Callable[[str], None], lim
                 failure = _failure_message(kind, strategy.name, certificate)
                 break
     try:
-        certified_registry.remember(new)
+        if new:
+            certified_registry.remember(new)
     except OSError as error:
         log(f"certificates cannot be stored; the next run certifies again: {error.strerror or error}")
     if failure:
