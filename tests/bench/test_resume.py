@@ -132,6 +132,19 @@ def test_interrupted_group_with_earlier_results_is_resumed(bench: Any, tmp_path:
     assert code == 0 and "running 2 cells" in err and "resuming" not in err
 
 
+def test_failures_of_an_interrupted_group_are_kept(bench: Any, tmp_path: Path, install: Any) -> None:
+    install("drafters", ("remembering", Remembering))
+    Remembering.kill_after = 25
+    settings = [*SETTINGS, "drafters=[{name: remembering}, prompt-lookup]", "limit=4"]
+    assert bench(*settings)[0] == 130
+    (head,) = tmp_path.glob("runs/*/groups/*/group.json")
+    content = json.loads(head.read_text(encoding="utf-8"))
+    failed = list(content["cells"])[1:]  # all but plain decoding
+    head.write_text(json.dumps(content | {"failed": dict.fromkeys(failed, "made up")}), encoding="utf-8")
+    code, _, err = bench(*settings)
+    assert code == 1 and "resuming after piece" in err and "2 of 3 cells failed" in err and err.count("made up") == 2
+
+
 def test_group_records_threads_of_every_process(
     bench: Any, tmp_path: Path, undisturbed: dict[str, Any], monkeypatch: Any
 ) -> None:
