@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from itertools import pairwise
 from operator import attrgetter
 from statistics import median_low
@@ -162,11 +163,12 @@ class Cell(CellRunner):
             target, lm, config.sampling, slot=slot, sequence=sequence, load=models.drafter, used=self.models
         )
         drafter, options = configured("drafters", config.drafter)
+        verifier, verifier_options = configured("verifiers", config.verifier)
         constraint = compile_constraint(config.constraint, target, lm.vocab_size) if config.constraint else None
         self.decoder = build_decoder(
             context,
-            (drafter, options),
-            configured("verifiers", config.verifier),
+            partial(drafter, options),  # the pair was checked when the recipe was expanded
+            verifier(verifier_options),
             eos=target.eos_token_ids,
             max_new_tokens=config.max_new_tokens,
             rng=CounterRng(config.seed),
