@@ -189,9 +189,7 @@ class _Expander:
 
     def _side(self, kind: str, index: int, strategy: Strategy) -> _Side:
         with self.places.at((kind, index)):
-            if strategy.name not in plugins.entries(kind):
-                raise plugins.unknown(kind, strategy.name)
-        cls = plugins.get(kind, strategy.name)
+            cls = plugins.get(kind, strategy.name)
         fields = set(cls.Config.model_fields) - {*RUN_KEYS, *SAMPLING_KEYS}
         return _Side(kind, (kind, index), strategy, cls, fields)
 
