@@ -1,7 +1,6 @@
 """Gain and cost of verifiers and of multiple sequences, from one replay of a target's responses.
 
-    python benchmarks/replay_figure.py PROMPTS [--limit 400] [--max-new-tokens 32] [--temperature 0.6,1]
-        [--png FILE] > section.md
+    python benchmarks/replay_sequences.py PROMPTS [--limit 400] [--max-new-tokens 32] [--temperature 0.6,1] > section.md
 
 Decodes the responses once and keeps them (as ``crossdraft advise`` does), replays token and block verification of a
 chain and SpecInfer and SpecTr of K i.i.d. sequences at every draft length, and prints tables for
@@ -14,25 +13,18 @@ of verification and bookkeeping. Target rows of multiple sequences are counted w
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from crossdraft_advisor.replay.aggregate import Tally, difference
 from crossdraft_advisor.replay.baseline_responses import baseline_responses
 from crossdraft_advisor.replay.candidates import candidates_of
 from crossdraft_advisor.replay.replay import ReplayResult, replay
 from crossdraft_advisor.replay.responses import Reader
-from crossdraft_page.charts.style import batch_axis, encoded, label, legend, marks, panels, style
-from crossdraft_page.charts.style import entry as legend_entry
 from tabulate import tabulate
 
 from crossdraft import Sampling
 from crossdraft.framework.cost.prediction import CellStatistics, Prediction, predict
 from crossdraft.runs import Curve, estimate_text, stored_curves
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 #: Titles of (verifier, number of sequences) in the tables.
 Rule = tuple[str, int]
@@ -85,7 +77,7 @@ def differences(tallies: dict[Rule, Tally]) -> list[tuple[str, list[str]]]:
     return results
 
 
-def section(args: argparse.Namespace, sampling: Sampling, curves: tuple[Curve, Curve]) -> dict[Rule, Tally]:
+def section(args: argparse.Namespace, sampling: Sampling, curves: tuple[Curve, Curve]) -> None:
     result, tallies = replayed(args, sampling)
     print(f"\n### temperature {sampling.temperature:g}\n")
     print(f"{result.responses} responses, {result.tokens} tokens.\n")
@@ -104,70 +96,9 @@ def section(args: argparse.Namespace, sampling: Sampling, curves: tuple[Curve, C
         best = [max((predicted(tally, g, b, *curves, args.context).speed_up, -g) for g in GAMMAS) for b in BATCH_SIZES]
         rows.append([title(rule), *(f"{value:.2f} ({-minus})" for value, minus in best)])
     print(tabulate(rows, ["rule", *(f"B = {b}" for b in BATCH_SIZES)], tablefmt="github", disable_numparse=True))
-    return tallies
 
 
-# -- the figure ----------------------------------------------------------------------------------------------
-
-
-def draw(by_temperature: dict[str, dict[Rule, Tally]], curves: tuple[Curve, Curve], context: float, file: Path) -> None:
-    """One row of panels per temperature: over gamma, over target rows, and predicted tokens/s over batch sizes."""
-    rules = [rule for rule in next(iter(by_temperature.values())) if rule != ("spectr", 1) and rule != ("specinfer", 1)]
-    styles = marks(title(rule) for rule in rules)
-    with style():
-        figure, places = panels(3 * len(by_temperature), "page", height=2.1, maximum=3, share_y=False)
-        for i, (_, tallies) in enumerate(by_temperature.items()):
-            over_gamma, over_rows, over_sizes = places[3 * i : 3 * i + 3]
-            for rule in rules:
-                mark = styles[title(rule)]
-                look = {"linestyle": mark.dash, **mark.options, "markersize": 2.5}
-                rows = [tallies[rule].row(g) for g in GAMMAS]
-                estimates = [row.block_efficiency for row in rows if row.block_efficiency is not None]
-                values = [item.value for item in estimates]
-                over_gamma.plot(list(GAMMAS), values, **look)
-                low, high = (
-                    [item.low or item.value for item in estimates],
-                    [item.high or item.value for item in estimates],
-                )
-                over_gamma.fill_between(list(GAMMAS), low, high, color=mark.colour, alpha=0.12, linewidth=0)
-                over_rows.plot([row.target_rows_per_token for row in rows], values, **look)
-                best = [
-                    max(predicted(tallies[rule], g, b, *curves, context).tokens_per_second for g in GAMMAS)
-                    for b in BATCH_SIZES
-                ]
-                over_sizes.plot(list(BATCH_SIZES), best, **look)
-            plain = [
-                predict(CellStatistics(b, b, 1.0, {0: 1.0}, context), curves[0]).tokens_per_second for b in BATCH_SIZES
-            ]
-            over_sizes.plot(list(BATCH_SIZES), plain, color="0.72", linewidth=4, zorder=1)
-            _axes(over_gamma, over_rows, over_sizes)
-        titles = [
-            f"{subject}, {kind}" for subject in by_temperature for kind in ("by draft length", "by rows", "predicted")
-        ]
-        label(figure, places, titles, "", "")
-        legend(figure, [legend_entry(name, mark, line=True) for name, mark in styles.items()])
-        file.write_bytes(encoded(figure, file.suffix[1:]))
-
-
-def _axes(over_gamma: Axes, over_rows: Axes, over_sizes: Axes) -> None:
-    from matplotlib.ticker import LogLocator
-
-    over_gamma.set_xlabel("gamma")
-    over_gamma.set_ylabel("block efficiency")
-    over_rows.set_xlabel("target rows a token, at most")
-    over_rows.set_ylabel("block efficiency")
-    over_rows.set_xscale("log", base=2)
-    over_rows.xaxis.set_major_formatter("{x:g}")
-    batch_axis(over_sizes, list(BATCH_SIZES))
-    over_sizes.set_yscale("log")
-    over_sizes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    over_sizes.yaxis.set_major_formatter("{x:g}")
-    over_sizes.yaxis.set_minor_formatter("")
-    over_sizes.set_xlabel("batch size")
-    over_sizes.set_ylabel("tokens/s (grey: plain)")
-
-
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompts")
     parser.add_argument("--target", default="smollm2-135m-instruct")
@@ -177,17 +108,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--temperature", default="0.6,1")
     parser.add_argument("--k", default="1,2,4,8")
     parser.add_argument("--context", type=int, default=128, help="context length in tokens, for predictions")
-    parser.add_argument("--png", type=Path)
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     group = {curve.model: curve for curve in stored_curves()}
     if missing := [name for name in (args.target, args.drafter) if name not in group]:
         parser.error(f"no cost curve of {', '.join(missing)}: measure it with crossdraft cost")
     curves = group[args.target], group[args.drafter]
-    results = {}
     for temperature in map(float, args.temperature.split(",")):
-        results[f"temperature {temperature:g}"] = section(args, Sampling(temperature=temperature), curves)
-    if args.png:
-        draw(results, curves, args.context, args.png)
+        section(args, Sampling(temperature=temperature), curves)
 
 
 if __name__ == "__main__":
