@@ -25,10 +25,9 @@ from crossdraft_advisor.engines.engine_cell import EngineCell
 from crossdraft_advisor.engines.prometheus import ACCEPTED, DRAFTED, DRAFTS, POSITIONS, totals_by_model
 from crossdraft_advisor.replay.candidates import candidates_of
 from crossdraft_advisor.replay.response import Response
-from transformers import AutoTokenizer
 
 from crossdraft import Sampling
-from crossdraft.models import resolve
+from crossdraft.models import encode
 from crossdraft.runs import CellConfig
 
 TARGET, TOKENS = "smollm2-135m-instruct", 64
@@ -53,15 +52,6 @@ DRAFTERS: dict[str, list[dict[str, Any]]] = {
 }
 #: Path and key of each engine's version.
 VERSIONS = {"vllm": ("/version", "version"), "llama.cpp": ("/props", "build_info")}
-
-
-def prompts() -> list[list[int]]:
-    tokenizer = AutoTokenizer.from_pretrained(resolve(TARGET).path)
-    texts = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    return [
-        tokenizer.apply_chat_template(text, add_generation_prompt=True, tokenize=True, return_dict=False)
-        for text in texts
-    ]
 
 
 def agreement(responses: list[dict[str, Any]], drafter: dict[str, Any]) -> list[list[int]]:
@@ -89,7 +79,8 @@ def record(engine: dict[str, Any], drafter: dict[str, Any], logs: Path) -> dict[
     target = EngineCell.load_target(config, trust_remote_code=False)
     with closing(EngineCell(config, target, 512, logs, lambda: None)) as cell:
         responses = []
-        for prompt in prompts():
+        for question in QUESTIONS:
+            prompt = encode(target.tokenizer, [question])
             served = cell.server.complete(prompt, TOKENS)
             responses.append({"prompt": prompt, "tokens": served.tokens, "finish_reason": served.finish_reason})
         (counts,) = totals_by_model(DEFINITIONS[name], Source(cell.server.scrape(), "metrics")).values()

@@ -36,6 +36,7 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import checkout  # noqa: F401
 import loop_overhead
@@ -163,7 +164,9 @@ class Bench:
         key = name + repr(changes)
         if key not in self._models:
             self._models = {k: m for k, m in self._models.items() if k.startswith(name) or "draft" in name}
-            self.collect()
+            gc.collect()
+            if self.cuda:
+                torch.cuda.empty_cache()
             shape = SHAPES[name.partition(" ")[0]] | changes | (TINY if self.args.tiny else {})
             attention = shape.pop("attention", None)
             config = CONFIG_MAPPING[shape.pop("model_type")](**shape, max_position_embeddings=4096)
@@ -174,11 +177,6 @@ class Bench:
                 model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
             self._models[key] = LoadedModel(model, TOKENIZER, name, "random weights", "", (), 4096)
         return self._models[key]
-
-    def collect(self) -> None:
-        gc.collect()
-        if self.cuda:
-            torch.cuda.empty_cache()
 
     def prompts(self, target: LoadedModel, count: int) -> list[Ids]:
         generator = torch.Generator().manual_seed(0)
@@ -303,7 +301,7 @@ def passes(bench: Bench) -> Rows:
         target = bench.model(name, **kinds[kind])
         modules = own_modules(target.model)
         own = LoadedModel(modules, None, name, "", "", (), 4096)  # type: ignore[arg-type]
-        with environment("CROSSDRAFT_FUSED_LAYERS", "1" if kind == "fused" else "0"):
+        with patch.dict(os.environ, CROSSDRAFT_FUSED_LAYERS="1" if kind == "fused" else "0"):
             return bench.one_pass(own, size, width)
 
     for name, kind, size, width in product(bench.args.models, kinds, bench.args.batch, (1, 5)):
@@ -311,18 +309,6 @@ def passes(bench: Bench) -> Rows:
             continue
         key = {"model": name, "layers": kind, "B": size, "W": width}
         yield key, partial(run, name, kind, size, width)
-
-
-@contextmanager
-def environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
 
 
 def decoding(bench: Bench) -> Rows:

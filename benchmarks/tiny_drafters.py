@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from crossdraft_trainers.medusa_files import save_heads
-from tiny_heads import HIDDEN, LAYERS, VOCABULARY, prompts, save_head, save_target, train_head
+from tiny_heads import HIDDEN, LAYERS, VOCABULARY, minimise, prompts, save_head, save_target, train_head
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoTokenizer
@@ -63,26 +63,19 @@ def _medusa(target: Any, ids: Tensor, steps: int, early: int) -> Iterator[Writer
         if len(weight) == VOCABULARY:
             torch.nn.init.normal_(weight, std=HIDDEN**-0.5)
 
-    def loss(states: Tensor, rows: Tensor) -> Tensor:
+    with torch.no_grad():
+        states = target.model(ids, output_hidden_states=True).hidden_states[-1]
+
+    def loss(rows: Tensor) -> Tensor:
         return torch.stack(
             [
-                functional.cross_entropy(head(states[:, : -i - 2]).flatten(0, 1), rows[:, i + 2 :].flatten())
+                functional.cross_entropy(head(states[rows, : -i - 2]).flatten(0, 1), ids[rows, i + 2 :].flatten())
                 for i, head in enumerate(heads)
             ]
         ).sum()
 
-    with torch.no_grad():
-        states = target.model(ids, output_hidden_states=True).hidden_states[-1]
-    optimiser = torch.optim.AdamW(heads.parameters(), lr=4e-3, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 4e-3, total_steps=steps)
-    for number in range(steps):
-        rows = torch.randint(len(ids), (32,))
-        optimiser.zero_grad()
-        loss(states[rows], ids[rows]).backward()
-        optimiser.step()
-        schedule.step()
-        if number + 1 in (early, steps):
-            yield lambda path: save_heads(path, heads, {})
+    for _ in minimise(loss, heads, len(ids), steps, early):
+        yield lambda path: save_heads(path, heads, {})
 
 
 def _draft_model(target: Any, ids: Tensor, steps: int, early: int) -> Iterator[Writer]:

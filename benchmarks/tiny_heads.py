@@ -6,7 +6,7 @@ it has an own embedding, an own vocabulary, norms of the features, and rotates h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,10 +123,8 @@ def roll_out(head: Any, target: Any, layers: Sequence[int], ids: Tensor, steps: 
     with torch.no_grad():
         states = target.model(ids, output_hidden_states=True).hidden_states
         hidden = torch.stack([states[i] for i in layers], 2)
-    optimiser = torch.optim.AdamW([w for w in head.parameters() if w.requires_grad], lr=4e-3, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 4e-3, total_steps=steps)
-    for number in range(steps):
-        rows = torch.randint(len(ids), (32,))
+
+    def loss(rows: Tensor) -> Tensor:
         batch, features = ids[rows], head.fuse(hidden[rows])[:, :n]
         cache, loss = DynamicCache(), torch.zeros(())
         for s in range(STEPS):
@@ -137,13 +135,23 @@ def roll_out(head: Any, target: Any, layers: Sequence[int], ids: Tensor, steps: 
             features = out.features
             expected = functional.pad(labels[rows], (0, s), value=-100)[:, 2 + s : 2 + s + n]
             loss = loss + functional.cross_entropy(out.logits.flatten(0, 1), expected.flatten(), ignore_index=-100)
+        return loss
+
+    yield from minimise(loss, head, len(ids), steps, early)
+
+
+def minimise(loss: Callable[[Tensor], Tensor], head: Any, texts: int, steps: int, early: int) -> Iterator[Any]:
+    """Train a head on the loss of batches of texts; yield it after ``early`` steps and at the end."""
+    weights = [weight for weight in head.parameters() if weight.requires_grad]
+    optimiser = torch.optim.AdamW(weights, lr=4e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 4e-3, total_steps=steps)
+    for number in range(steps):
         optimiser.zero_grad()
-        loss.backward()
+        loss(torch.randint(texts, (32,))).backward()
         optimiser.step()
         schedule.step()
-        if number + 1 == early:
+        if number + 1 in (early, steps):
             yield head
-    yield head
 
 
 def save_head(head: Eagle3Head, path: Path) -> str:
