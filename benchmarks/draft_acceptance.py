@@ -11,43 +11,30 @@ over prompts. ``--seconds``: stop before the next group of prompts.
 
 from __future__ import annotations
 
+import argparse
 import time
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
-import torch
-from pairs import Pair, arguments
 from tabulate import tabulate
 
-from crossdraft import CounterRng, StepEvent
+from crossdraft import CounterRng, StepEvent, generate, load_model, load_prompts
 from crossdraft.framework import plugins
 from crossdraft.runs import estimate, estimate_text
 
 TREE, DELAYED = [3, 1, 1, 1], [1, 1, 1, 3, 1, 1]
-#: Shapes of twelve nodes: drafter, its options besides the model, number of levels, and verifiers.
-SHAPES = {
-    "three sequences of four": ("draft-model-iid", {"K": 3, "gamma": 4}, 4, "specinfer spectr traversal"),
-    "three sequences after three tokens": (
-        "draft-model-iid",
-        {"K": 3, "gamma": 6, "delay": 3},
-        6,
-        "specinfer spectr traversal",
-    ),
-    f"tree {TREE}": ("draft-model-tree", {"branching": TREE}, 4, "specinfer traversal"),
-    f"tree {DELAYED}": ("draft-model-tree", {"branching": DELAYED}, 6, "specinfer traversal"),
-    f"greedy siblings {TREE}": (
-        "draft-model-tree",
-        {"branching": TREE, "siblings": "greedy"},
-        4,
-        "specinfer traversal greedy-draft-optimal univer",
-    ),
-    f"greedy siblings {DELAYED}": (
-        "draft-model-tree",
-        {"branching": DELAYED, "siblings": "greedy"},
-        6,
-        "specinfer traversal greedy-draft-optimal univer",
-    ),
+SEQUENCES, SIBLINGS = "specinfer spectr traversal", "specinfer traversal greedy-draft-optimal univer"
+IID, TREES = {"name": "draft-model-iid", "K": 3}, {"name": "draft-model-tree"}
+#: Shapes of twelve nodes: drafter without its model, number of levels, and verifiers.
+SHAPES: dict[str, tuple[dict[str, Any], int, str]] = {
+    "three sequences of four": (IID | {"gamma": 4}, 4, SEQUENCES),
+    "three sequences after three tokens": (IID | {"gamma": 6, "delay": 3}, 6, SEQUENCES),
+    f"tree {TREE}": (TREES | {"branching": TREE}, 4, "specinfer traversal"),
+    f"tree {DELAYED}": (TREES | {"branching": DELAYED}, 6, "specinfer traversal"),
+    f"greedy siblings {TREE}": (TREES | {"branching": TREE, "siblings": "greedy"}, 4, SIBLINGS),
+    f"greedy siblings {DELAYED}": (TREES | {"branching": DELAYED, "siblings": "greedy"}, 6, SIBLINGS),
 }
 
 
@@ -62,17 +49,27 @@ def difference(sums: np.ndarray) -> np.ndarray:
 
 
 def main() -> None:
-    parser = arguments(__doc__, dtype="float32", limit=16)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="smollm2-135m-instruct")
+    parser.add_argument("--model", default="smollm2-draft-model")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--prompts", default="builtin")
+    parser.add_argument("--limit", type=int, default=16)
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--coins", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     args = parser.parse_args()
-    end, pair = time.monotonic() + args.seconds, Pair(args)
-    prompts = pair.prompts
-    decoders, sums = {}, {}
+    end, target = time.monotonic() + args.seconds, load_model(args.target, device=args.device, dtype=args.dtype)
+    prompts = [prompt.turns[0] for prompt in load_prompts(args.prompts)[: args.limit]]
+    options = {name: getattr(args, name) for name in ("temperature", "max_new_tokens", "batch_size")}
+    sums = {shape: np.zeros((len(prompts), 1 + len(rules.split()))) for shape, (_, _, rules) in SHAPES.items()}
     emitted, first = np.zeros(len(prompts), int), 0  # tokens of each prompt; the first prompt of the group
 
     def note(event: StepEvent, shape: str) -> None:
-        rules, levels = SHAPES[shape][3].split(), SHAPES[shape][2]
+        rules, levels = SHAPES[shape][2].split(), SHAPES[shape][1]
         accepted = np.zeros((len(event.prompts), len(rules)))
         slots = [first + (prompt or 0) for prompt in event.prompts]
         for coin in range(args.coins if event.draft.width else 0):
@@ -87,21 +84,18 @@ def main() -> None:
                     sums[shape][first + prompt] += [1, *accepted[row] / args.coins]
                 emitted[first + prompt] += len(tokens)
 
-    for shape, (name, options, _, rules) in SHAPES.items():
-        sums[shape] = np.zeros((len(prompts), 1 + len(rules.split())))
-        drafter = {"name": name, "model": args.model, **options}
-        decoders[shape] = pair.decoder(drafter, rules.split()[-1], on_step=partial(note, shape=shape))
-    with torch.inference_mode():
-        for first in range(0, len(prompts), args.batch_size):
-            if time.monotonic() > end:
-                break
-            for decoder in decoders.values():
-                emitted[:] = 0
-                list(decoder.run(prompts[first : first + args.batch_size]))
-            print(f"{sum(item[:, 0].sum() for item in sums.values()):.0f} steps", flush=True)
+    for first in range(0, len(prompts), args.batch_size):
+        if time.monotonic() > end:
+            break
+        for shape, (drafter, _, rules) in SHAPES.items():
+            emitted[:] = 0
+            pair = {"drafter": drafter | {"model": args.model}, "verifier": rules.split()[-1]}
+            step = partial(note, shape=shape)
+            generate(target, prompts[first : first + args.batch_size], on_step=step, **pair, **options)
+        print(f"{sum(item[:, 0].sum() for item in sums.values()):.0f} steps", flush=True)
     rows = []
     base = sums[next(iter(SHAPES))][:, [0, 3]]
-    for shape, (_, _, _, rules) in SHAPES.items():
+    for shape, (_, _, rules) in SHAPES.items():
         traversal = 1 + rules.split().index("traversal")
         for column, name in enumerate(rules.split(), 1):
             columns = [sums[shape][:, [0, column]], sums[shape][:, [0, traversal]], base]

@@ -10,6 +10,7 @@ Every number is the median over steps with all slots occupied, so shares need no
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -19,13 +20,12 @@ from itertools import cycle, islice, product
 from typing import Any, cast
 
 import torch
-from pairs import Pair, arguments
 from tabulate import tabulate
 
-from crossdraft import load_model
+from crossdraft import Sampling, load_model, load_prompts
 from crossdraft.framework.lm.cuda_graphs import CudaGraphRunner
 from crossdraft.framework.lm.transformers_lm import TransformersLM
-from crossdraft.models import Decoder
+from crossdraft.models import Decoder, encode, pair_decoder
 
 DRAFTERS = ("none", "prompt-lookup", "draft-model")
 PHASES = ("draft", "target", "verify", "rest")
@@ -84,13 +84,8 @@ class _TimedGraphs:
     lm: TransformersLM
     clock: ForwardClock
 
-    @property
-    def records(self) -> bool:
-        return self.graphs.records
-
-    @property
-    def widths(self) -> dict:
-        return self.graphs.widths
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.graphs, name)
 
     def __call__(self, function: Callable, *rest: Any) -> Any:
         if function != self.lm.forward_pass.score:
@@ -160,16 +155,26 @@ def measure(decoder: Decoder, prompts: list[list[int]], step_count: int) -> dict
 
 
 def main() -> None:
-    parser = arguments(__doc__, limit=None, batch_size=None, max_new_tokens=48)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="smollm2-135m-instruct")
+    parser.add_argument("--model", default="smollm2-draft-model")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--prompts", default="builtin")
+    parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--steps", type=int, default=40, help="number of measured steps per cell")
     parser.add_argument("--gamma", type=int, default=4)
     parser.add_argument("--verifier", default="token")
     args = parser.parse_args()
-    args.limit = max(args.batch)
-    pair = Pair(args)
-    small = load_model(args.model, dtype=pair.target.model.dtype, share_with=pair.target)
-    pair.target = target = replace(pair.target, eos_token_ids=())  # sequences do not end early
+    target = load_model(args.target, device=args.device, dtype=args.dtype)
+    small = load_model(args.model, dtype=target.model.dtype, share_with=target)
+    target = replace(target, eos_token_ids=())  # sequences do not end early
+    prompts = [encode(target.tokenizer, p.turns[:1]) for p in load_prompts(args.prompts)[: max(args.batch)]]
+    longest = max(map(len, prompts)) + args.max_new_tokens
+    common = {"max_new_tokens": args.max_new_tokens, "load": lambda name, target: small}
+    common |= {"sampling": Sampling(temperature=args.temperature)}
     place = torch.cuda.get_device_name() if target.model.device.type == "cuda" else f"{torch.get_num_threads()} threads"
     print(
         f"{target.name} ({str(target.model.dtype)[6:]}, {place}), {args.verifier}, temperature {args.temperature:g}, "
@@ -179,8 +184,8 @@ def main() -> None:
     for batch, name in product(args.batch, DRAFTERS):
         options = {"none": {}, "prompt-lookup": {"gamma": args.gamma}}
         drafter = {"name": name} | options.get(name, {"gamma": args.gamma, "model": args.model})
-        decoder = pair.decoder(drafter, args.verifier, batch_size=batch, load=lambda name, target: small)
-        rows.append([name, batch, *measure(decoder, pair.prompts, args.steps).values()])
+        decoder = pair_decoder(target, drafter, args.verifier, longest, batch_size=batch, **common)
+        rows.append([name, batch, *measure(decoder, prompts, args.steps).values()])
     print(tabulate(rows, ["drafter", "B", *COLUMNS], floatfmt=".1f"))
 
 

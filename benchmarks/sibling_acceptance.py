@@ -10,28 +10,35 @@ tokens per step of Sequoia's trees.
 
 from __future__ import annotations
 
+import argparse
+
 import numpy as np
-from pairs import Pair, arguments
 from scipy.optimize import isotonic_regression
 from tabulate import tabulate
 
-from crossdraft import StepEvent
+from crossdraft import StepEvent, generate, load_model, load_prompts
 from crossdraft.drafters.autoregressive.sequoia import best_tree
 from crossdraft.runs import estimate
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="smollm2-135m-instruct")
+    parser.add_argument("--model", default="smollm2-draft-model")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--prompts", default="builtin")
+    parser.add_argument("--limit", type=int, default=12)
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--siblings", type=int, default=8)
     parser.add_argument("--verifier", help="default: specinfer, or greedy at temperature 0")
     parser.add_argument("--depth", type=int, default=8, help="maximum depth of the printed trees")
     parser.add_argument("--nodes", type=int, nargs="+", default=[4, 8, 16, 32, 64])
     args = parser.parse_args()
-    pair = Pair(args)
-    prompts = pair.prompts
-    counts = np.zeros(
-        (len(prompts), 1 + args.siblings)
-    )  # number of steps, and of steps in which each sibling was accepted
+    prompts = [prompt.turns[0] for prompt in load_prompts(args.prompts)[: args.limit]]
+    counts = np.zeros((len(prompts), 1 + args.siblings))  # steps, and steps in which each sibling was accepted
 
     def note(event: StepEvent) -> None:
         if not event.draft.width:
@@ -45,8 +52,9 @@ def main() -> None:
 
     drafter = {"name": "draft-model-tree", "model": args.model, "branching": [args.siblings]}
     verifier = args.verifier or ("specinfer" if args.temperature else "greedy")
-    decoder = pair.decoder(drafter, verifier, on_step=note)
-    list(decoder.run(prompts))
+    names = ("max_new_tokens", "temperature", "batch_size")
+    options = {name: getattr(args, name) for name in names} | {"drafter": drafter, "verifier": verifier}
+    generate(load_model(args.target, device=args.device, dtype=args.dtype), prompts, on_step=note, **options)
     results = [
         estimate(lambda sums: sums[..., 1] / sums[..., 0], counts[:, [0, k]], log=False, minimum=0.0, maximum=1.0)
         for k in range(1, args.siblings + 1)
@@ -61,9 +69,8 @@ def main() -> None:
     for nodes in args.nodes:
         paths, accepted = best_tree(acceptance, nodes, args.depth)
         trees.append([nodes, max(map(len, paths)), sum(len(path) == 1 for path in paths), 1 + accepted])
-    print(
-        tabulate(trees, headers=["nodes", "levels", "children of the root", "expected tokens a step"], floatfmt=".3f")
-    )
+    headers = ["nodes", "levels", "children of the root", "expected tokens a step"]
+    print(tabulate(trees, headers=headers, floatfmt=".3f"))
 
 
 if __name__ == "__main__":
