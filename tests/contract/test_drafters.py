@@ -44,6 +44,7 @@ class TestDraftModelAtItsOwnTemperature(DrafterContract):
     options = {"model": "toy", "gamma": 3, "temperature": 0.6}
 
 
+@pytest.mark.thorough  # as the chain above, with ragged lengths
 class TestConfidencePolicy(DrafterContract):
     drafter = "draft-model"
     options = {"model": "toy", "gamma": 3, "policy": {"name": "confidence", "threshold": 0.35}}
