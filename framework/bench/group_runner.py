@@ -174,7 +174,7 @@ class GroupRunner:
             sequence, self._slot = lengths(conversations, self.planned.cells, target.context_length)
             lm = None if first.engine is not None else make_slots(target, first.batch_size, self._slot)
             self._target = None if lm is None else (target, lm)
-            if lm is not None:
+            if lm is not None and any(prompt.constraint is not None for prompt in self.plan.prompts):
                 conversations = compile_constraints(conversations, target, lm.vocab_size)
         except BaseException as error:
             self._fail(self.cells, error, strict)

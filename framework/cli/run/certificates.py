@@ -32,19 +32,17 @@ def certify_missing(cells: Iterable[CellConfig], log: Callable[[str], None], lim
         ContractError: a strategy that is declared lossless changes the target distribution.
     """
     from ...runs import certified_registry
-    from ...runs.threads import one_thread
 
     start, certified, new = monotonic(), [], []
     failure = ""
-    with one_thread():
-        for kind, strategy, config, partner in _tasks(cells):
-            certificate = certified_registry.certificate(strategy, config)
-            if certificate is None and (certificate := _certified(strategy, config, partner, limit)) is not None:
-                new.append((strategy, config, certificate))
-                certified += [strategy.name] * certificate.exercised
-            if certificate is not None and not certificate.lossless:
-                failure = _failure_message(kind, strategy.name, certificate)
-                break
+    for kind, strategy, config, partner in _tasks(cells):
+        certificate = certified_registry.certificate(strategy, config)
+        if certificate is None and (certificate := _certified(strategy, config, partner, limit)) is not None:
+            new.append((strategy, config, certificate))
+            certified += [strategy.name] * certificate.exercised
+        if certificate is not None and not certificate.lossless:
+            failure = _failure_message(kind, strategy.name, certificate)
+            break
     try:
         if new:
             certified_registry.remember(new)
@@ -65,12 +63,14 @@ def _certified(
     from ...certificate.rows import CannotRun
     from ...plugins import of_repository
     from ...runs.certified_registry import CertificateRecord
+    from ...runs.threads import one_thread
 
     try:
         limit.restart()
-        if partner is None:
-            return outcome(certify_quickly(strategy, config, limit.restart))
-        return outcome(certify_drafter(strategy, config, *partner))
+        with one_thread():
+            if partner is None:
+                return outcome(certify_quickly(strategy, config, limit.restart))
+            return outcome(certify_drafter(strategy, config, *partner))
     except CannotRun as reason:
         if partner is None or of_repository(strategy):
             return None
