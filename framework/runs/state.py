@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
@@ -59,7 +59,7 @@ class RunState:
     note: str = ""
 
 
-class Reporter:
+class Reporter(AbstractContextManager["Reporter"]):
     """Writer of ``state.json`` while this process holds the lock: ``with Reporter(directory, cells) as state``.
 
     Exceptions that leave the block are recorded. Write errors are ignored, because the other files of the run report
@@ -70,9 +70,6 @@ class Reporter:
         self._directory, self._last = directory, 0.0
         self._state = RunState("running", cells, progress=0.0, pid=os.getpid(), host=socket.gethostname())
         self.update()
-
-    def __enter__(self) -> Reporter:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if isinstance(error, KeyboardInterrupt):
