@@ -77,20 +77,18 @@ def configured(kind: str, strategy: StrategyLike) -> Configured:
     """
     noun, base = kind[:-1], Drafter if kind == "drafters" else Verifier
     cls: Any
-    pair: Any = strategy if isinstance(strategy, tuple) and len(strategy) == 2 else (strategy, None)
-    if isinstance(pair[0], base):
-        _check_instance(noun, *pair)
-        return pair[0], pair[0].config
-    is_class = isinstance(pair[0], type) and issubclass(pair[0], base) and not pair[0].__abstractmethods__
-    if is_class and pair is strategy:
-        cls, config = pair
-        if not isinstance(config, cls.Config):
-            raise UsageError(f"the config of {noun} '{cls.name}' is {config!r}, not a {cls.__name__}.Config")
-        return cls, config
+    cls, config = strategy if isinstance(strategy, tuple) and len(strategy) == 2 else (strategy, None)
+    if isinstance(cls, base):
+        _check_instance(noun, cls, config)
+        return cls, cls.config
+    options: dict[str, Any] = {}
     if isinstance(strategy, Strategy):
         strategy = {**strategy.config, "name": strategy.name}
-    if is_class:
-        cls, options = strategy, {}
+    if isinstance(cls, type) and issubclass(cls, base) and not cls.__abstractmethods__:
+        if cls is not strategy:
+            if not isinstance(config, cls.Config):
+                raise UsageError(f"the config of {noun} '{cls.name}' is {config!r}, not a {cls.__name__}.Config")
+            return cls, config
     elif isinstance(strategy, str | Mapping):
         options = {"name": strategy} if isinstance(strategy, str) else {str(k): v for k, v in strategy.items()}
         name = options.pop("name", None)
