@@ -177,7 +177,7 @@ def test_strategies_use_only_public_contracts() -> None:
 
 
 #: Most lines, and most lines of code, of the core distribution.
-MOST_LINES, MOST_CODE = 36_450, 24_133
+MOST_LINES, MOST_CODE = 36_331, 24_066
 
 
 def test_core_is_small() -> None:
@@ -242,7 +242,7 @@ def test_functions_are_short() -> None:
 
 
 #: Most names of modules that companions import and that are not published.
-MOST_UNPUBLISHED = 146
+MOST_UNPUBLISHED = 144
 
 
 def test_companions_import_few_unpublished_names() -> None:
