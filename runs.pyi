@@ -15,7 +15,6 @@ from .framework.metrics.intervals import bounded_estimate as bounded_estimate
 from .framework.metrics.intervals import estimate as estimate
 from .framework.metrics.intervals import half_width as half_width
 from .framework.metrics.intervals import jackknife as jackknife
-from .framework.metrics.intervals import pieces_needed as pieces_needed
 from .framework.metrics.intervals import ratio as ratio
 from .framework.metrics.intervals import ratio_difference as ratio_difference
 from .framework.metrics.pieces import Piece as Piece
@@ -35,7 +34,6 @@ from .framework.runs.run_directory import RunDirectory as RunDirectory
 from .framework.runs.threads import environment_of_others as environment_of_others
 from .framework.runs.threads import sleep_between_products as sleep_between_products
 from .framework.util.estimate import estimate_text as estimate_text
-from .framework.util.estimate import percent_text as percent_text
 from .framework.util.estimate import spread as spread
 
 __all__: list[str]

@@ -13,13 +13,14 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from crossdraft_advisor.simulate.columns import SIMULATION_COLUMNS
 from mkdocs.structure.files import File, Files
 from pydantic_core import PydanticUndefined
 
 from crossdraft.framework import plugins
 from crossdraft.framework.cli.main import _parser
 from crossdraft.framework.contracts.sampling import Sampling
-from crossdraft.framework.metrics.columns import QUANTITIES, SIMULATION_COLUMNS
+from crossdraft.framework.metrics.columns import QUANTITIES
 from crossdraft.framework.recipe.recipe import PromptSpec, Recipe
 
 ROOT = Path(__file__).parents[1]

@@ -7,10 +7,9 @@ original, it uses continuations shorter than gamma, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import Field, model_validator
 from torch import Tensor
 
@@ -20,7 +19,6 @@ from ...framework.contracts.drafter import DraftContext, Drafter, DraftTraits, S
 from ...framework.contracts.rng import StepRng
 from ...framework.contracts.sampling import Sampling
 from ...framework.util.limits import MOST_LEVELS
-from .prompt_lookup_replay import response_drafts
 
 
 class NgramIndex:
@@ -79,12 +77,6 @@ class PromptLookup(Drafter):
     @classmethod
     def traits(cls, config: Any, sampling: Sampling) -> DraftTraits:
         return DraftTraits(kind=CHAIN, point_mass=True, nodes=config.gamma, on_host=True, shortenable=True)
-
-    @classmethod
-    def response_drafts(
-        cls, config: Any, texts: Iterable[tuple[Sequence[int], Sequence[int]]], depth: int
-    ) -> Iterator[np.ndarray]:
-        return response_drafts(texts, depth, range(config.max_ngram, config.min_ngram - 1, -1), config.match == "first")
 
     def start(self, row: int, prompt: Sequence[int], hidden: Tensor | None = None) -> None:
         index = self._index[row] = NgramIndex(self.config.min_ngram, self.config.max_ngram)

@@ -150,14 +150,3 @@ def incompatible(
         return None
     accepted = ", ".join(traits.kinds) or "drafts with " + " or ".join(sorted(traits.accepts))
     return f"drafter '{drafter}' makes '{draft.kind}' drafts, but verifier '{verifier}' accepts only: {accepted}"
-
-
-def not_shortenable(drafter: str, draft: DraftTraits, verifier: str, traits: VerifierTraits) -> str:
-    """Return the reason why the acceptance of shorter drafts does not follow from longer ones, as a message, or ""."""
-    if not draft.shortenable:
-        reason = f"whether a token of '{drafter}' is accepted may depend on the length of its draft"
-    elif not traits.shortenable:
-        reason = f"what verifier '{verifier}' accepts may depend on the rest of the draft or on earlier steps"
-    else:
-        return ""
-    return f"{reason}; measure each length: a log or a scrape with each, or crossdraft run with gamma: [1, 2, ...]"

@@ -9,11 +9,9 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from ..contracts.verifier import not_shortenable
 from ..errors import UsageError
 from ..metrics.cell_metrics import StepRecord
 from ..metrics.pieces import Piece
-from ..recipe.recipe import CellConfig
 from ..runs.records import CellResult
 from .curve import CostCurve, Curve, find_curve, stored_curves
 from .prediction import CellStatistics, Prediction, pays_until, predict, stops_paying
@@ -67,12 +65,6 @@ def _replay(queue: deque[tuple[deque[StepRecord], int]], batch_size: int) -> lis
         active = [(rows, length + rows.popleft().emitted) for rows, length in active]
         active = [(rows, length) for rows, length in active if rows]
     return steps
-
-
-def shorter_refusal(config: CellConfig) -> str:
-    """The reason why the acceptance of shorter drafts does not follow from a finished cell, or an empty string."""
-    traits = config.drafter_traits, config.verifier_traits
-    return not_shortenable(config.drafter.name, traits[0], config.verifier.name, traits[1])
 
 
 def statistics(result: CellResult, drafter: Curve | None = None) -> CellStatistics | None:

@@ -35,8 +35,3 @@ def estimate_text(estimate: Estimate | None, sign: str = "", digits: int = 2) ->
         return ""
     interval = "" if estimate.low is None else f" [{estimate.low:{sign}.{digits}f}, {estimate.high:{sign}.{digits}f}]"
     return f"{estimate.value:{sign}.{digits}f}{interval}"
-
-
-def percent_text(share: float, sign: str = "") -> str:
-    """Share in percent, with one decimal."""
-    return f"{100 * share:{sign}.1f} %"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossdraft.framework.metrics.intervals import Estimate, Noise, bounded_estimate, estimate, pieces_needed
+from crossdraft.framework.metrics.intervals import Estimate, Noise, bounded_estimate, estimate
 
 Sums = np.ndarray
 
@@ -182,23 +182,6 @@ def test_interval_is_clamped() -> None:
     result = estimate(lambda s: s[..., 0] / s[..., 1], sums, minimum=1.0)
     assert free.low is not None and free.low < 1 and (result.value, result.low, result.high) == (1.2, 1.0, free.high)
     assert estimate(lambda s: s[..., 0] / s[..., 1], sums, minimum=1.0, maximum=1.3).high == 1.3
-
-
-def test_planned_pieces_reach_requested_interval() -> None:
-    """Mean half widths of 6 pieces, and of the `pieces_needed` for a quarter of that."""
-    rng = np.random.default_rng(0)
-
-    def half(pieces: int) -> float:
-        widths = []
-        for _ in range(200):
-            sums = np.stack([np.ones(pieces), rng.normal(size=pieces)], -1)
-            result = estimate(lambda s: s[..., 1] / s[..., 0], sums, log=False)
-            assert result.low is not None and result.high is not None
-            widths.append((result.high - result.low) / 2)
-        return float(np.sqrt(np.mean(np.square(widths))))
-
-    few = half(6)
-    assert half(round(pieces_needed(few, few / 4, 6))) == pytest.approx(few / 4, rel=0.1)
 
 
 def test_noise_widens_interval() -> None:

@@ -24,10 +24,11 @@ from crossdraft.runs import (
     bounded_estimate,
     half_width,
     jackknife,
-    pieces_needed,
     ratio,
     ratio_difference,
 )
+
+from .intervals import pieces_needed
 
 POWER = 0.9  # probability to detect a drop of `GateCheck.detectable`
 

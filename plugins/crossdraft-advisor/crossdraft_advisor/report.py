@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from crossdraft import Estimate, Table
-from crossdraft.runs import percent_text
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,11 @@ def log(message: str) -> None:
 def right(*names: str) -> list[tuple[str, str]]:
     """Columns of a table with numbers that are written as texts."""
     return [(name, "right") for name in names]
+
+
+def percent_text(share: float, sign: str = "") -> str:
+    """Share in percent, with one decimal."""
+    return f"{100 * share:{sign}.1f} %"
 
 
 def change_text(change: Estimate) -> str:

@@ -22,8 +22,7 @@ from pydantic import ValidationError
 from crossdraft import Estimate, Sampling, UsageError, incompatible
 from crossdraft.commands import fault, permits
 from crossdraft.framework import plugins
-from crossdraft.framework.contracts.verifier import not_shortenable
-from crossdraft.framework.cost.finished_cells import curves_of, shorter_refusal, statistics
+from crossdraft.framework.cost.finished_cells import curves_of, statistics
 from crossdraft.framework.cost.prediction import CellStatistics, Prediction, predict
 from crossdraft.framework.metrics.cell_metrics import uncut_steps
 from crossdraft.models import configured
@@ -31,6 +30,7 @@ from crossdraft.runs import CellConfig, CellResult, CostCurve, Curve, Metrics, g
 
 from ..cost.step_cost import SpeedPoint, StepCost, published_prior, speed_up_of
 from ..engines.acceptance import UNKNOWN_PAIR, Acceptance
+from .shorter_drafts import not_shortenable, shorter_refusal
 
 #: Half of the 95 % interval of the logarithm of a ratio of measured passes: in a run with 15 pairs, they differ from
 #: measured speed-ups by up to 8 % (docs/cost.md).

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from crossdraft import UsageError
 from crossdraft.framework.cli.cost.command import Cost, Parts
-from crossdraft.framework.cost.finished_cells import shorter_refusal, statistics
+from crossdraft.framework.cost.finished_cells import statistics
 from crossdraft.framework.cost.prediction import CellStatistics
 from crossdraft.runs import read_run, verifier_title
 
+from ..advise.shorter_drafts import shorter_refusal
 from ..roofline.options import MachineOptions
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

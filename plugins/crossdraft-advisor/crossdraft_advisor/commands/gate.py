@@ -14,13 +14,13 @@ from crossdraft.commands import JsonOptions, kind_of, parse_json, path_of, read_
 from crossdraft.framework.cli.options.run import one_run
 from crossdraft.framework.metrics.cell_metrics import sums_by_prompt, uncut_steps
 from crossdraft.framework.report.comparison import compare_runs
-from crossdraft.runs import LEAST_PIECES, FinishedRun, group_title, percent_text
+from crossdraft.runs import LEAST_PIECES, FinishedRun, group_title
 
 from ..engines.acceptance import Acceptance
 from ..engines.formats import read_acceptances
 from ..gate import POWER, GateCheck, Sample, checked, planned
 from ..limits import METRICS_BYTES
-from ..report import Report, change_text, right
+from ..report import Report, change_text, percent_text, right
 
 EXIT = {"pass": 0, "drop": 1, "undecided": 3}  # exit codes; 2 is reserved for usage errors
 VERDICTS = {"pass": "pass", "drop": "drop", "undecided": "too few prompts"}  # verdicts as printed

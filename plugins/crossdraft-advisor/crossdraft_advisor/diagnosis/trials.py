@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from crossdraft import CrossdraftError, Estimate, Misconfiguration, UsageError
 from crossdraft.models import Configured
-from crossdraft.runs import LEAST_PIECES, pieces_needed
+from crossdraft.runs import LEAST_PIECES
 
 from ..engines.counter_definitions import CounterDefinition
+from ..intervals import pieces_needed
 from ..replay.aggregate import Row, Tally, difference
 from ..replay.engine_counts import EngineCounts
 from ..replay.replay import Candidate, replay, verifiers_for

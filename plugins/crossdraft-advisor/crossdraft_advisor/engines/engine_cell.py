@@ -52,6 +52,7 @@ from crossdraft.models import (
 )
 from crossdraft.runs import CellConfig, Piece, PieceResult, counted
 
+from ..prompt_lookup import response_drafts
 from .acceptance import Acceptance
 from .builtin.sglang import Sglang
 from .counter_definitions import DEFINITIONS
@@ -349,7 +350,7 @@ class EngineCell(CellRunner):
         if drafter.remembers(options):
             return full
         with plugins.guarded("drafters", drafter.name, "response_drafts()"):
-            drafts = drafter.response_drafts(options, [(prompt, tokens)], self.depth)
+            drafts = response_drafts(drafter, options, [(prompt, tokens)], self.depth)
             return full if drafts is None else (next(iter(drafts)) >= 0).sum(1).tolist()
 
 

@@ -21,6 +21,7 @@ from crossdraft_advisor.diagnosis.trials import (
 )
 from crossdraft_advisor.engines.acceptance import Acceptance
 from crossdraft_advisor.engines.counter_definitions import DEFINITIONS
+from crossdraft_advisor.intervals import pieces_needed
 from crossdraft_advisor.replay.aggregate import PromptGroups, Tally
 from crossdraft_advisor.replay.response import Response
 from crossdraft_advisor.replay.teacher_forcing.lazy_models import Target
@@ -36,7 +37,7 @@ from crossdraft.drafters.heads.eagle_weights import make_config
 from crossdraft.framework.contracts.misconfiguration import Misconfiguration
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.metrics.intervals import Estimate, pieces_needed
+from crossdraft.framework.metrics.intervals import Estimate
 from crossdraft.framework.models.checkpoint import load_checkpoint
 
 SIZE = 4.0

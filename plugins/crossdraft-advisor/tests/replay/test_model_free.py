@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from crossdraft_advisor import prompt_lookup
+from crossdraft_advisor.prompt_lookup import _drafts, response_drafts
 from crossdraft_advisor.replay.teacher_forcing.model_free import is_model_free, score_chains, score_model_free
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
-from crossdraft.drafters.retrieval.prompt_lookup_replay import response_drafts
 from crossdraft.framework import plugins
 from crossdraft.framework.contracts.draft import DenseScores, Draft, Sequences, Verdict
 from crossdraft.framework.contracts.draft_kind import CHAIN
@@ -53,7 +54,7 @@ def by_steps(config: Any, prompt: list[int], response: list[int], depth: int) ->
 )
 def test_prompt_lookup_as_it_proposes(texts: Any, match: Any, shortest: int, more: int, depth: int) -> None:
     config = PromptLookup.Config(match=match, min_ngram=shortest, max_ngram=shortest + more, gamma=2)
-    result = list(PromptLookup.response_drafts(config, iter(texts), depth))
+    result = list(response_drafts(PromptLookup, config, iter(texts), depth) or ())
     assert len(result) == len(texts)
     for drafts, (prompt, response) in zip(result, texts, strict=True):
         assert drafts.tolist() == by_steps(config, prompt, response, depth).tolist()
@@ -62,14 +63,14 @@ def test_prompt_lookup_as_it_proposes(texts: Any, match: Any, shortest: int, mor
 def test_texts_are_independent_of_their_batch(monkeypatch: Any) -> None:
     random = np.random.default_rng(0)
     texts = [(random.integers(0, 9, 20).tolist(), random.integers(0, 9, 30).tolist()) for _ in range(20)]
-    batched = list(response_drafts(texts, 4, range(3, 0, -1), False))
-    monkeypatch.setattr("crossdraft.drafters.retrieval.prompt_lookup_replay.BATCH", 60)
-    for item, other in zip(batched, response_drafts(texts, 4, range(3, 0, -1), False), strict=True):
+    batched = list(_drafts(texts, 4, range(3, 0, -1), False))
+    monkeypatch.setattr(prompt_lookup, "BATCH", 60)
+    for item, other in zip(batched, _drafts(texts, 4, range(3, 0, -1), False), strict=True):
         assert np.array_equal(item, other)
 
 
 def test_texts_are_requested_lazily(monkeypatch: Any) -> None:
-    monkeypatch.setattr("crossdraft.drafters.retrieval.prompt_lookup_replay.BATCH", 100)
+    monkeypatch.setattr(prompt_lookup, "BATCH", 100)
     monkeypatch.setattr("crossdraft_advisor.replay.teacher_forcing.model_free.WINDOW", 3)
     indices = []
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 from crossdraft_advisor.simulate.arrivals import Arrival, read_trace
+from crossdraft_advisor.simulate.columns import SIMULATION_COLUMNS
 
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.metrics.columns import ENDS, SIMULATION_COLUMNS
+from crossdraft.framework.metrics.columns import ENDS
 
 PASSES = "batch_size,width,context,seconds\n" + "".join(
     f"{b},{w},100,{0.01 + 0.001 * b * w:.3f}\n" for b in (1, 8) for w in (1, 5)

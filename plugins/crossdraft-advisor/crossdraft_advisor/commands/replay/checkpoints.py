@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from crossdraft import Estimate, Table, UsageError
-from crossdraft.runs import LEAST_PIECES, counted, estimate_text, percent_text
+from crossdraft.runs import LEAST_PIECES, counted, estimate_text
 
 from ...gate import GateCheck, Sample, checked
-from ...report import Report, change_text, log, right
+from ...report import Report, change_text, log, percent_text, right
 from .output import verifier_title
 
 Pair = tuple[str, str, int, int]  # a drafter, verifier, number of sequences and draft length

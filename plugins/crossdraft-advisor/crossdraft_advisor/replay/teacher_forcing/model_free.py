@@ -1,7 +1,7 @@
 """Scoring of model-free drafters on recorded responses, streamed, without a target.
 
-A drafter may implement a fast path, `Drafter.response_drafts`. Otherwise `propose` is called at every token, in slots
-that are started with the text so far.
+A drafter may implement a fast path, `Drafter.response_drafts`; that of prompt lookup is in `prompt_lookup`. Otherwise
+`propose` is called at every token, in slots that are started with the text so far.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from crossdraft import CounterRng, DraftContext, Drafter, ModelError, Sampling, Sequences, UsageError
 from crossdraft.framework import plugins
 
+from ...prompt_lookup import response_drafts
 from ..response import Response
 from .scoring import DraftScores
 
@@ -52,7 +53,7 @@ def score_model_free(
     texts, texts_again = tee(texts)
     pairs = ((text.prompt, text.tokens) for text in texts_again)
     with plugins.guarded("drafters", cls.name, "response_drafts()"):
-        drafts = cls.response_drafts(config, pairs, depth)
+        drafts = response_drafts(cls, config, pairs, depth)
     if drafts is None:
         if cls.remembers(config):
             raise UsageError(

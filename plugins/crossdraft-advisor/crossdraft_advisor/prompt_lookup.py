@@ -7,17 +7,30 @@ which a stable sort makes adjacent, in the order of their positions. Texts are s
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
+
+from crossdraft import Drafter
+from crossdraft.drafters.retrieval.prompt_lookup import PromptLookup
 
 #: Tokens per batch; larger batches exceed the CPU cache.
 BATCH = 32_768
 
 
 def response_drafts(
+    cls: type[Drafter], config: Any, texts: Iterable[tuple[Sequence[int], Sequence[int]]], depth: int
+) -> Iterable[np.ndarray] | None:
+    """Drafts of recorded texts by the fast path of a drafter, see `Drafter.response_drafts`; None without one."""
+    if cls is not PromptLookup:
+        return cls.response_drafts(config, texts, depth)
+    return _drafts(texts, depth, range(config.max_ngram, config.min_ngram - 1, -1), config.match == "first")
+
+
+def _drafts(
     texts: Iterable[tuple[Sequence[int], Sequence[int]]], depth: int, sizes: Sequence[int], first: bool
 ) -> Iterator[np.ndarray]:
-    """See `Drafter.response_drafts`.
+    """The drafts of each text in turn.
 
     Args:
         sizes: lengths of the n-grams, the longest first.
