@@ -51,16 +51,13 @@ def git_commit() -> str | None:
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
+    command = ["git", "-C", str(root), "status", "--porcelain=v2", "--branch"]
     try:
-        commit = _git(root, "rev-parse", "HEAD")
-        return commit + ("+changes" if _git(root, "status", "--porcelain") else "")
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _git(root: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(root), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    commit, *lines = done.stdout.removeprefix("# branch.oid ").splitlines()
+    return commit + "+changes" * any(not line.startswith("# ") for line in lines)
 
 
 def _gpu(properties: Any) -> dict[str, Any]:

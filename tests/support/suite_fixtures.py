@@ -35,7 +35,7 @@ os.fsync = lambda descriptor: (
     None
 )  # files survive a test by the system's cache; processes that tests kill write for real
 
-environment._git = cache(environment._git)  # of this checkout, once a process: every run names its commit
+environment.git_commit = cache(environment.git_commit)  # of this checkout, once a process: every run names its commit
 
 # Tests count and never time: on a busy machine any example may take a while. Every run tries the same examples;
 # `pytest --hypothesis-profile=others` draws others.
