@@ -31,7 +31,6 @@ from crossdraft.commands import (
     read_lines,
     read_text,
 )
-from crossdraft.framework.util.limits import MOST_DIGITS
 from crossdraft.runs import counted
 
 from ..engines.engine_log import packed_as
@@ -261,7 +260,7 @@ class _TraceReader:
             except ValueError:
                 pass  # the 31st of June
         elif isinstance(value, str) and self.header is not None and _NUMBER.fullmatch(value):
-            value = int(value) if value.isdecimal() and not MOST_DIGITS.violation(value) else float(value)
+            value = int(value) if value.isdecimal() else float(value)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise UsageError(
                 f"{place}: {key!r} {quoted(cell)} is not a time; give a number, at least 0, or a date such as "

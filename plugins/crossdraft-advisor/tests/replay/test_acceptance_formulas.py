@@ -145,22 +145,6 @@ def test_block_accepts_no_less_than_token() -> None:
     assert np.all(acceptance_formulas.block(logs) >= acceptance_formulas.token(logs) - 1e-15)
 
 
-def test_rho_is_that_of_rule() -> None:
-    import torch
-
-    from crossdraft.verifiers.spectr import rho_star
-
-    generator = torch.Generator().manual_seed(0)
-    p, q = (torch.randn(200, 30, generator=generator, dtype=torch.float64).mul(3).softmax(-1) for _ in range(2))
-    q[:20] = p[:20]
-    q[20:40] = p[20:40] * 0.999 + 0.001 / 30
-    result = sums(p, q, torch.zeros(200, dtype=torch.long), 8)
-    for s in range(1, 9):
-        theirs = rho_star(p, q, torch.full((200,), s)).numpy()
-        assert result.rho[40:, s - 1] == pytest.approx(theirs[40:], abs=1e-7)
-        assert result.rho[:, s - 1] == pytest.approx(theirs, abs=1e-4)  # P = Q but for a thousandth
-
-
 def test_unsupported_formulas_raise() -> None:
     inputs = DraftScores(np.full((2, 2), -0.5), np.full(2, 2), np.zeros(2))
     with pytest.raises(UsageError, match=r"'traversal' cannot be replayed.*measure it with crossdraft run"):

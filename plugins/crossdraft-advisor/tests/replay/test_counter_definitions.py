@@ -16,8 +16,12 @@ from crossdraft_advisor.engines.acceptance import Acceptance
 from crossdraft_advisor.engines.counter_definitions import DEFINITIONS
 from crossdraft_advisor.replay.candidates import candidates_of
 from crossdraft_advisor.replay.engine_counts import EngineCounts
+from crossdraft_advisor.replay.response import Response as RecordedResponse
+from crossdraft_advisor.replay.teacher_forcing.model_free import score_model_free
+from crossdraft_advisor.replay.teacher_forcing.scoring import mask_past_end
 
 from crossdraft.framework.cli import main as cli
+from crossdraft.framework.contracts.drafter import Drafter
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.cost.curve import CostCurve, Point
 from crossdraft.framework.plugins import manager
@@ -182,17 +186,20 @@ def test_unsupported_drafters_are_refused(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_ngram_simple_drafts_alike_in_a_step_and_in_a_replay() -> None:
-    from crossdraft_advisor.replay.teacher_forcing.model_free import _propose_drafts
     from crossdraft_llamacpp.ngram_simple import NgramSimple
 
+    class Traced(NgramSimple):
+        response_drafts = Drafter.response_drafts
+
     draw = np.random.default_rng(0)
-    texts = [(draw.integers(3, 6, 12).tolist(), draw.integers(3, 6, 20).tolist()) for _ in range(5)]
+    ids = [(draw.integers(3, 6, 12).tolist(), draw.integers(3, 6, 20).tolist()) for _ in range(5)]
+    texts = [RecordedResponse(str(i), "all", *pair) for i, pair in enumerate(ids)]
     for n, gamma in ((1, 3), (2, 4), (3, 3)):
-        config = NgramSimple.Config(n=n, gamma=gamma)
-        at_once = list(NgramSimple.response_drafts(config, texts, gamma))
-        stepwise = list(_propose_drafts(NgramSimple, config, texts, gamma, Sampling(temperature=0)))
-        assert all((a == b).all() for a, b in zip(at_once, stepwise, strict=True))
-        assert any((rows >= 0).any() for rows in at_once)
+        config, sampling = NgramSimple.Config(n=n, gamma=gamma), Sampling(temperature=0)
+        at_once, stepwise = (score_model_free(c, config, texts, gamma, sampling) for c in (NgramSimple, Traced))
+        for one, other in zip(at_once, stepwise, strict=True):
+            assert (one.lengths == other.lengths).all() and (mask_past_end(one.log_q) == other.log_q).all()
+            assert other.lengths.any()
 
 
 def test_lengths_that_a_drafter_refuses_are_not_advised() -> None:

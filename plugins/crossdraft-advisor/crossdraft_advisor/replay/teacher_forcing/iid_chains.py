@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-STEPS, CLOSE = 60, 1e-13  # maximum iterations and tolerance of the search for rho
+from crossdraft.verifiers.spectr import rho_star
 
 
 @dataclass(frozen=True)
@@ -54,50 +54,10 @@ def sums(p: Any, q: Any, tokens: Any, k: int) -> ChainSums:
     for _ in range(k):
         rest = (p - c[-1][:, None].to(p.dtype) * q).clamp_(min=0)
         c.append(c[-1] + rest.sum(1, dtype=torch.float64))
-    rho = torch.stack([_rho(p, q, s) for s in range(1, k + 1)], 1)
+    rho = torch.stack([rho_star(p, q, torch.full_like(x[:, 0], s)) for s in range(1, k + 1)], 1)
     beta = torch.stack([torch.minimum(p / r[:, None].to(p.dtype), q).sum(1, dtype=torch.float64) for r in rho.T], 1)
     values = (p.gather(1, x)[:, 0], q.gather(1, x)[:, 0], torch.stack(c, 1), rho, beta.clamp(max=1))
     return ChainSums(*(value.double().cpu().numpy() for value in values))
-
-
-def _rho(p: torch.Tensor, q: torch.Tensor, s: int) -> torch.Tensor:
-    """Smallest valid rho for ``s`` draws, ``[n]`` float64, by the Illinois method.
-
-    rho is valid if 1 - (1 - beta)^s <= rho beta; with m(rho) = sum_v min(rho q, p) = rho beta, that is
-    rho >= m / (1 - (1 - m)^(1/s)). The right side decreases in rho, so the root lies between 1 and the right side at 1,
-    and a difference of d between the two sides bounds the error by d.
-    """
-    low = torch.ones(len(p), dtype=torch.float64, device=p.device)
-    if s == 1:
-        return low
-
-    def excess(rho: torch.Tensor) -> torch.Tensor:
-        m = torch.minimum(q * rho[:, None].to(p.dtype), p).sum(1, dtype=torch.float64).clamp(1e-300, 1)
-        return rho + m / torch.expm1(torch.log1p(-m) / s)
-
-    at_low = excess(low)
-    high = low - at_low
-    at_high = excess(high)
-    best, error = torch.where(at_high < -at_low, high, low), torch.minimum(at_high.abs(), at_low.abs())
-    last = torch.zeros_like(low)  # the end moved last: -1 or 1
-    for _ in range(STEPS):
-        if bool((error < CLOSE).all()):
-            break
-        middle = (low * at_high - high * at_low) / (at_high - at_low)
-        middle = torch.where(torch.isfinite(middle), middle, best).clamp(low, high)
-        value = excess(middle)
-        best, error = torch.where(value.abs() < error, middle, best), torch.minimum(error, value.abs())
-        up = value < 0
-        twice = torch.where(up, -1.0, 1.0) == last  # then halve the other end's value
-        low, high = torch.where(up, middle, low), torch.where(up, high, middle)
-        at_low, at_high = (
-            torch.where(up, value, torch.where(twice, at_low / 2, at_low)),
-            torch.where(up, torch.where(twice, at_high / 2, at_high), value),
-        )
-        last = torch.where(up, -1.0, 1.0)
-    # If P = Q up to rounding, the root is ill-conditioned.
-    equal = torch.minimum(p, q).sum(1, dtype=torch.float64) >= 1 - 4 * torch.finfo(p.dtype).eps
-    return torch.where(equal, 1.0, best)
 
 
 def specinfer(sums: ChainSums) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Scoring of model-free drafters on recorded responses, streamed, without a target.
 
 A drafter may implement a fast path, `Drafter.response_drafts`; that of prompt lookup is in `prompt_lookup`. Otherwise
-`propose` is called at every token, in slots that are started with the text so far.
+it is traced, see `scoring`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from crossdraft import CounterRng, DraftContext, Drafter, ModelError, Sampling, Sequences, UsageError
+from crossdraft import DraftContext, Drafter, ModelError, Sampling, UsageError
 from crossdraft.framework import plugins
 
 from ...prompt_lookup import response_drafts
 from ..response import Response
-from .scoring import DraftScores
+from .scoring import DraftScores, TracedDrafter, trace_drafters
 
 WINDOW = 64  # texts per batch of comparisons
-SLOTS = 64  # slots of a drafter without a fast path: positions of one text
 VOCABULARY = 2**24  # nominal vocabulary size without a model
-
-
-Pair = tuple[Sequence[int], Sequence[int]]  # prompt and response tokens
 
 
 def is_model_free(cls: type[Drafter], config: Any, sampling: Sampling) -> bool:
@@ -54,16 +50,18 @@ def score_model_free(
     pairs = ((text.prompt, text.tokens) for text in texts_again)
     with plugins.guarded("drafters", cls.name, "response_drafts()"):
         drafts = response_drafts(cls, config, pairs, depth)
-    if drafts is None:
-        if cls.remembers(config):
-            raise UsageError(
-                f"drafter '{cls.name}' remembers earlier sequences without implementing response_drafts, so "
-                "it cannot be replayed; measure it with crossdraft run, or, if it is stateless with these options, let "
-                "its classmethod remembers(config) return False"
-            )
-        drafts = _propose_drafts(cls, config, pairs, depth, sampling)
-    drafts, texts = iter(drafts), iter(texts)
+    del pairs, texts_again  # an unread iterator would keep all responses alive
+    if drafts is None and cls.remembers(config):
+        raise UsageError(
+            f"drafter '{cls.name}' remembers earlier sequences without implementing response_drafts, so it cannot be "
+            "replayed; measure it with crossdraft run, or, if it is stateless with these options, let its classmethod "
+            "remembers(config) return False"
+        )
+    drafts, texts = None if drafts is None else iter(drafts), iter(texts)
     while window := list(islice(texts, WINDOW)):
+        if drafts is None:
+            yield from _traced(cls, config, window, depth, sampling)
+            continue
         result = []
         for text in window:
             item, t = _next_draft(drafts, cls.name), len(text.tokens)
@@ -101,35 +99,11 @@ def _context(sampling: Sampling, rows: int, length: int) -> DraftContext:
     return DraftContext(sampling, rows, length, VOCABULARY, torch.device("cpu"))
 
 
-@torch.inference_mode()
-def _propose_drafts(
-    cls: type[Drafter],
-    config: Any,
-    texts: Iterable[Pair],
-    depth: int,
-    sampling: Sampling,
-) -> Iterator[np.ndarray]:
-    """Drafts of ``propose`` in slots that are started with the text so far."""
-    for prompt, response in texts:
-        whole, t = [*prompt, *response], len(response)
-        result = np.full((t, depth), -1)
-        for start in range(0, t, SLOTS):
-            positions = range(start, min(start + SLOTS, t))
-            rows = len(positions)
-            history = [whole[: len(prompt) + position] for position in positions]
-            length = len(whole) + depth + 1
-            tokens = torch.zeros(rows, length, dtype=torch.long)
-            for row, item in enumerate(history):
-                tokens[row, : len(item)] = torch.tensor(item)
-            sequences = Sequences(history, tokens, [depth] * rows, list(range(rows)))
-            with plugins.guarded("drafters", cls.name, "propose()"):
-                drafter = cls(config, _context(sampling, rows, length))
-                for row, item in enumerate(history):
-                    drafter.start(row, list(item))
-                rng = CounterRng(0).for_step(sequences.stream, [len(item) for item in history], sequences.device)
-                draft = drafter.propose(sequences, rng)
-            if draft.q is not None or not draft.is_chain or draft.width > depth:
-                raise plugins.unusable("drafters", cls.name, "propose() returned a draft that violates its traits")
-            width = draft.width
-            result[start : start + rows, :width] = torch.where(draft.valid, draft.tokens, -1).numpy()
-        yield result
+def _traced(
+    cls: type[Drafter], config: Any, texts: Sequence[Response], depth: int, sampling: Sampling
+) -> list[DraftScores]:
+    """The scores by ``propose`` at every token."""
+    longest = max(len(text.prompt) + len(text.tokens) for text in texts)
+    context = _context(sampling, len(texts), longest + depth + 1)
+    with plugins.guarded("drafters", cls.name, "propose()"):
+        return trace_drafters([TracedDrafter(cls(config, context), depth)], context, texts)[0]
