@@ -45,6 +45,8 @@ def test_exit_code_follows_change_of_responses(
     (pair,) = result["pairs"]
     assert result["verdict"] == pair["verdict"] == verdict and not pair["paired"] and pair["pieces"] == 20
     assert pair["change"]["value"] == pytest.approx(factor - 1, abs=0.01)
+    status, out, _ = gate(capsys, *sources, "--markdown", under=0.9)
+    assert status == code and out.startswith("| pair ") and out.splitlines()[-1].startswith(verdict)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
