@@ -22,7 +22,7 @@ from torch import Tensor
 from crossdraft import Checkpoint, Misconfiguration
 from crossdraft.drafters.heads.config_keys import FEEDS_NORMED
 from crossdraft.drafters.heads.rotary import INTERLEAVED, interleaved
-from crossdraft.heads import merged_config, with_options
+from crossdraft.heads import layer_section, merged_config, with_options
 
 _BASES = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0)  # rotary bases of published models
 _EMBEDDING = "embed_tokens.weight"
@@ -65,15 +65,14 @@ def _other_last_state(read: Sequence[int], depth: int) -> Iterator[Misconfigurat
 
 def _layer_change(checkpoint: Checkpoint, **keys: Any) -> Callable[[Checkpoint], Checkpoint]:
     """A change of keys in the part of the config that describes the layers."""
-    nested = checkpoint.config.get("transformer_layer_config")
-    change = {"transformer_layer_config": {**nested, **keys}} if isinstance(nested, dict) and nested else keys
+    nested = layer_section(checkpoint)
+    change = keys if nested is checkpoint.config else {"transformer_layer_config": {**nested, **keys}}
     return methodcaller("with_config", **change)
 
 
 def _rotary_embeddings(checkpoint: Checkpoint, target: Any) -> Iterator[Misconfiguration]:
     """Yield other rotary embeddings of the heads: bases, and the target's scaling, share of channels and pairs."""
-    nested = checkpoint.config.get("transformer_layer_config")
-    raw = nested if isinstance(nested, dict) and nested else checkpoint.config
+    raw = layer_section(checkpoint)
     section = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     section = section if isinstance(section, dict) else {}
     base = {"rope_theta": raw.get("rope_theta") or 10_000.0, "partial_rotary_factor": raw.get("partial_rotary_factor")}
@@ -130,9 +129,7 @@ def _other_logits(checkpoint: Checkpoint, target: Any) -> Iterator[Misconfigurat
 
 def _other_window(checkpoint: Checkpoint, target: Any) -> Iterator[Misconfiguration]:
     """Yield layers that attend to the whole text instead of a window."""
-    nested = checkpoint.config.get("transformer_layer_config")
-    raw = nested if isinstance(nested, dict) and nested else checkpoint.config
-    kinds = raw.get("layer_types")
+    kinds = layer_section(checkpoint).get("layer_types")
     if isinstance(kinds, list) and "sliding_attention" in kinds:
         yield Misconfiguration(
             "the heads attend to the whole text, not to a window",
