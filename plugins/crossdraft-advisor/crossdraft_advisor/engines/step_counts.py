@@ -7,7 +7,7 @@ numbers from rounded rates (`from_rates`), the draft length from drafted tokens 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,6 +52,13 @@ class StepCounts:
     def counted(self) -> float:
         """The steps of which the accepted tokens are known: all, or else those with a draft."""
         return max(self.steps or 0.0, self.drafts or 0.0)
+
+    def checked(self, source: Source, line: int) -> StepCounts:
+        """These counts. Raises UsageError if more tokens were accepted than drafted, or drafts have no steps."""
+        drafted = math.inf if self.drafted is None else self.drafted
+        if self.accepted > drafted or (drafted and self.steps is not None and self.steps < 1):
+            raise source.error(line, f"{self.accepted:g} accepted of {drafted:g} drafted tokens are inconsistent")
+        return self
 
 
 def steps_of(tokens: float, accepted: float, responses: float = 1.0) -> float:
@@ -106,6 +113,12 @@ def acceptances_of(
         common |= {"length": 1 + sum(item.accepted for item in group) / steps, "drafts": steps if exact else None}
         acceptances.append(Acceptance((), place, **common))
     return acceptances
+
+
+def each_run(source: Source, records: Iterable[tuple[Any, ...]], counts: Callable[..., StepCounts]) -> list[Acceptance]:
+    """The acceptance of each of ``records`` by its ``counts``; one that raises UsageError is skipped."""
+    runs = source.read(records, lambda *record: acceptances_of([counts(*record)], source, "runs"))
+    return [acceptance for run in runs for acceptance in run]
 
 
 def _idle(group: Sequence[StepCounts], pieces: str) -> tuple[float, list[str]]:
@@ -221,8 +234,7 @@ def from_mean(accepted: float, drafted: float, mean: float, **more: Any) -> Step
 
 def full_drafts(source: Source, line: int, accepted: float, drafted: float, name: str = "") -> StepCounts:
     """Counts without a number of steps, as if each had a draft of the length of ``source``. Raises UsageError."""
-    if accepted > drafted:
-        raise source.error(line, f"{accepted:g} accepted of {drafted:g} drafted tokens are inconsistent")
+    counts = StepCounts(None, accepted, drafted=drafted, name=name, line=line).checked(source, line)
     if source.gamma is None:
         raise source.error(
             line,
@@ -230,7 +242,7 @@ def full_drafts(source: Source, line: int, accepted: float, drafted: float, name
             f"are recorded; give the draft length N, as '{{source: {source.name}, gamma: N}}' or --gamma of crossdraft "
             "advise",
         )
-    return StepCounts(drafted / source.gamma, accepted, drafted=drafted, gamma=source.gamma, name=name, line=line)
+    return replace(counts, drafts=drafted / source.gamma, gamma=source.gamma)
 
 
 def per_response(source: Source, keys: Sequence[str] = STEPS) -> list[Acceptance]:

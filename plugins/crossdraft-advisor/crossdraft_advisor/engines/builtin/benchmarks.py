@@ -17,7 +17,7 @@ from ..counter_definitions import DEFINITIONS, PREFILL_TOKENS
 from ..engine_log import Source
 from ..formats import AcceptanceFormat
 from ..speeds import NO_DRAFT, PREFILL, add_speed
-from ..step_counts import StepCounts, acceptances_of, all_steps, count, from_rates, steps_of
+from ..step_counts import StepCounts, acceptances_of, all_steps, count, each_run, from_rates, steps_of
 from .sglang import drafts_of
 
 #: Rounding errors of rates: of percentages and of numbers in JSON, and of shares with two decimals.
@@ -218,7 +218,6 @@ class AiPerf(AcceptanceFormat):
     definition = "steps with a draft, of all requests or of each"
 
     def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
-        acceptances, counts = [], []
         for line, fields in source.objects("inter_token_latency"):
             with source.skipping():
                 means = {key: value.get("avg") for key, value in fields.items() if isinstance(value, dict)}
@@ -229,17 +228,14 @@ class AiPerf(AcceptanceFormat):
                 values = {ours: source.number(str(means[key]), line, key) for ours, key in keys}
                 _add_speed(source, line, _with_tokens(values))  # of a run: a request has none
         _add_table(source)
-        for line, fields in source.objects("total_spec_decode_steps"):
-            keys = ("total_spec_decode_steps", "total_accepted_draft_tokens", "total_draft_tokens")
-            with source.skipping():
-                item = StepCounts(*_metrics(source, line, fields, keys, "avg"), line=line)
-                acceptances += acceptances_of([item], source, "runs")
-        if '"num_spec_steps"' not in source.text:  # else the statistics of the response are read
-            for line, fields in source.objects("spec_decode_steps"):
-                keys = ("spec_decode_steps", "spec_decode_accepted_draft_tokens", "spec_decode_draft_tokens")
-                if "value" in (fields["spec_decode_steps"] or ()):
-                    with source.skipping():
-                        counts.append(StepCounts(*_metrics(source, line, fields, keys, "value")))
+        keys = ("total_spec_decode_steps", "total_accepted_draft_tokens", "total_draft_tokens")
+        runs = ((source, *item, keys, "avg") for item in source.objects(keys[0]))
+        acceptances = each_run(source, runs, _metrics)
+        if '"num_spec_steps"' in source.text:  # the statistics of the response are read
+            return acceptances
+        keys = ("spec_decode_steps", "spec_decode_accepted_draft_tokens", "spec_decode_draft_tokens")
+        records = ((source, 0, fields, keys, "value") for _, fields in source.objects(keys[0]))
+        counts = source.read((record for record in records if "value" in (record[2][keys[0]] or ())), _metrics)
         return [*acceptances, *acceptances_of(counts, source, "responses")]
 
 
@@ -268,8 +264,8 @@ def _with_tokens(values: dict[str, float]) -> dict[str, float]:
     return values
 
 
-def _metrics(source: Source, line: int, fields: Mapping[str, Any], keys: Sequence[str], key: str) -> tuple[Any, ...]:
-    """Steps, accepted tokens, no positions, and drafted tokens. Raises UsageError."""
+def _metrics(source: Source, line: int, fields: Mapping[str, Any], keys: Sequence[str], key: str) -> StepCounts:
+    """Steps, accepted and drafted tokens. Raises UsageError."""
     values = []
     for name in keys:
         metric = fields.get(name)
@@ -278,9 +274,7 @@ def _metrics(source: Source, line: int, fields: Mapping[str, Any], keys: Sequenc
             raise source.error(line, f"{name} has no {key}, which the acceptance follows from")
         values.append(source.number(str(value), line, name))
     steps, accepted, drafted = values
-    if accepted > drafted:
-        raise source.error(line, f"{accepted:g} accepted of {drafted:g} drafted tokens are inconsistent")
-    return steps, accepted, (), drafted
+    return StepCounts(steps, accepted, drafted=drafted, line=line).checked(source, line)
 
 
 class TrtllmBench(AcceptanceFormat):
@@ -306,19 +300,17 @@ class TrtllmBench(AcceptanceFormat):
         printed = {key: (line, text) for line, key, text in matches}
         if len(printed) == len(_TRTLLM):
             reports.append((printed[0][0], [printed[key][1] for key, _ in _TRTLLM]))
-        acceptances: list[Acceptance] = []
-        for line, values in reports:
-            with source.skipping():
-                drafted, accepted, tokens, requests = (
-                    source.number(str(value), line, "a mean of the report") for value in values
-                )
-                steps = steps_of(tokens, accepted)
-                if steps <= 0 or not drafted or not requests:
-                    raise source.error(line, "nothing was drafted in this run")
-                gamma = max(round(drafted / (steps + PREFILL_TOKENS)), 1)
-                item = StepCounts(None, requests * accepted, gamma=gamma, steps=requests * steps, line=line)
-                acceptances += acceptances_of([item], source, "runs")
-        return acceptances
+
+        def counts(line: int, values: Sequence[Any]) -> StepCounts:
+            numbers = (source.number(str(value), line, "a mean of the report") for value in values)
+            drafted, accepted, tokens, requests = numbers
+            steps = steps_of(tokens, accepted)
+            if steps <= 0 or not drafted or not requests:
+                raise source.error(line, "nothing was drafted in this run")
+            gamma = max(round(drafted / (steps + PREFILL_TOKENS)), 1)
+            return StepCounts(None, requests * accepted, gamma=gamma, steps=requests * steps, line=line)
+
+        return each_run(source, reports, counts)
 
 
 class Speculators(AcceptanceFormat):

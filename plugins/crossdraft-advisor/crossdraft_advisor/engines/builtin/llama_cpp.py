@@ -20,7 +20,17 @@ from ..engine_log import Source
 from ..formats import AcceptanceFormat
 from ..prometheus import spec_decode
 from ..speeds import NO_DRAFT, OTHER_SIZE, add_speed
-from ..step_counts import FEW_IDLE, StepCounts, acceptances_of, count, from_mean, from_rates, full_drafts, steps_of
+from ..step_counts import (
+    FEW_IDLE,
+    StepCounts,
+    acceptances_of,
+    count,
+    each_run,
+    from_mean,
+    from_rates,
+    full_drafts,
+    steps_of,
+)
 
 _MARK = re.compile(r"draft acceptance(?: rate)? = ")
 _LINE = re.compile(
@@ -253,8 +263,7 @@ def _statistics(source: Source) -> list[Acceptance]:
 def _of_drafter(source: Source, number: int, values: Mapping[str, float], text: str) -> StepCounts:
     """Counts of one drafter since a start. Raises UsageError if they are inconsistent."""
     drafts, drafted, accepted = (values[key] for key in ("gen drafts", "gen tokens", "acc tokens"))
-    if accepted > drafted:
-        raise source.error(number, f"{accepted:g} accepted of {drafted:g} drafted tokens are inconsistent")
+    item = StepCounts(drafts, accepted, drafted=drafted, line=number).checked(source, number)
     words = [word.strip() for word in text.split(",") if word.strip()]
     if words:
         rates = [source.number(word, number, "an acceptance rate", 1.0) for word in words]
@@ -262,12 +271,12 @@ def _of_drafter(source: Source, number: int, values: Mapping[str, float], text: 
         return from_rates(source, number, accepted, drafted, rates, drafts=drafts, error=error)
     first, gamma = values.get("acc drafts"), math.ceil(drafted / drafts - 1e-9)
     if not first:
-        return StepCounts(drafts, accepted, drafted=drafted, line=number)
+        return item
     if not first <= min(accepted, drafts) or accepted > first * gamma:
         raise source.error(number, f"{accepted:g} accepted tokens in {first:g} accepted drafts are inconsistent")
     # Exact for drafts of two tokens.
     rate = constant_rate(accepted / first - 1, gamma - 1) if gamma > 1 else 0.0
-    return StepCounts(drafts, accepted, tuple(first * rate**i for i in range(gamma)), drafted, line=number)
+    return replace(item, at_least=tuple(first * rate**i for i in range(gamma)))
 
 
 def _system(source: Source, parts: list[Acceptance], calls: float) -> Acceptance:
@@ -310,20 +319,16 @@ def _examples(source: Source) -> list[Acceptance]:
             if not runs or match[1] in runs[-1][1]:
                 runs.append((number, {}))
             runs[-1][1][match[1]] = float(match[2])
-    acceptances: list[Acceptance] = []
-    for number, values in runs:
-        if "n_drafted" not in values:
-            continue
-        with source.skipping():
-            if len(values) < len(_EXAMPLE_KEYS):
-                raise source.error(number, "the summary of a run is truncated")
-            gamma, tokens, drafted, accepted = (values[key] for key in _EXAMPLE_KEYS)
-            if accepted > drafted or tokens <= accepted:
-                raise source.error(number, f"{accepted:g} accepted of {drafted:g} drafted tokens are inconsistent")
-            steps = steps_of(tokens, accepted, 0.0)
-            item = StepCounts(None, accepted, drafted=drafted, gamma=int(gamma), steps=steps, line=number)
-            acceptances += acceptances_of([item], source, "runs")
-    return acceptances
+
+    def counts(number: int, values: Mapping[str, float]) -> StepCounts:
+        if len(values) < len(_EXAMPLE_KEYS):
+            raise source.error(number, "the summary of a run is truncated")
+        gamma, tokens, drafted, accepted = (values[key] for key in _EXAMPLE_KEYS)
+        steps = steps_of(tokens, accepted, 0.0)
+        item = StepCounts(None, accepted, drafted=drafted, gamma=int(gamma), steps=steps, line=number)
+        return item.checked(source, number)
+
+    return each_run(source, ((number, values) for number, values in runs if "n_drafted" in values), counts)
 
 
 def _timings(source: Source) -> list[Acceptance]:
@@ -335,10 +340,8 @@ def _timings(source: Source) -> list[Acceptance]:
         )
         drafts = count(source, line, fields, "draft_rounds") if fields.get("draft_rounds") is not None else None
         steps = max(steps_of(tokens, accepted), drafts or 0.0)
-        if accepted > drafted or (drafted and steps < 1):
-            raise source.error(line, f"{accepted:g} accepted of {drafted:g} drafted tokens in {tokens:g} tokens")
-        name = source.row_id(line)
-        return StepCounts(drafts, accepted, drafted=drafted, steps=steps, name=name) if drafted else None
+        item = StepCounts(drafts, accepted, drafted=drafted, steps=steps, name=source.row_id(line))
+        return item.checked(source, line) if drafted or accepted else None
 
     return acceptances_of(source.read(source.responses("draft_n_accepted"), counts), source, "responses")
 
@@ -355,18 +358,14 @@ def _prompts(source: Source) -> list[Acceptance]:
                     lambda text, name: source.number(text, number, f"the {name} tokens"), match.groups()[1:4], names
                 )
                 steps = steps_of(tokens, accepted)
-                if accepted > drafted or (drafted and steps < 1):
-                    raise source.error(
-                        number, f"{accepted:g} accepted of {drafted:g} drafted tokens in {tokens:g} tokens"
-                    )
+                item = StepCounts(None, accepted, drafted=drafted, steps=steps, name=match[1], line=number)
+                item.checked(source, number)
                 if match[1] in runs[-1]:
                     runs.append({})
                     seconds.append([])
                 rate = source.number(match[5], number, "tok/s") if match[5] else 0.0
                 seconds[-1].append(tokens / rate if rate else 0.0)
-                runs[-1][match[1]] = StepCounts(
-                    None, accepted, drafted=drafted, steps=steps, name=match[1], line=number
-                )
+                runs[-1][match[1]] = item
     acceptances = []
     for run, times in zip(runs, seconds, strict=True):
         drafting = [item for item in run.values() if item.drafted]

@@ -151,9 +151,7 @@ class IterationStats(AcceptanceFormat):
     def read(self, source: Source, earlier: Source | None = None) -> list[Acceptance]:
         def counts(line: int, fields: dict[str, Any], keys: Sequence[str]) -> StepCounts | None:
             steps, drafted, accepted = (count(source, line, fields, key) for key in keys)
-            if accepted > drafted:
-                raise source.error(line, f"{accepted:g} accepted of {drafted:g} drafted tokens")
-            return StepCounts(steps, accepted, drafted=drafted) if steps else None
+            return StepCounts(steps, accepted, drafted=drafted).checked(source, line) if steps else None
 
         objects = ((*item, keys) for keys in _ITERATION for item in source.objects(keys[0]))
         return acceptances_of(source.read(objects, counts), source, "iterations")
