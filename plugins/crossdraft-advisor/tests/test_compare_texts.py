@@ -172,8 +172,8 @@ def test_errors(tmp_path: Path, target: Any, capsys: Any) -> None:
     for source, message in (
         (sampled, "sampled at temperature 0.7"),
         (unnamed, "has the id of one of"),
-        (wide, "token 500 is outside the vocabulary"),
-        (long, "exceed the context length"),
+        (wide, "token 500 is outside of the target's vocabulary"),
+        (long, "but the target's context length is"),
         (tmp_path / "empty.jsonl", "no responses"),
     ):
         code, _, err = compare(capsys, good, source, "--target", path)

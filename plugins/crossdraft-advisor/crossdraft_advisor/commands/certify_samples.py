@@ -128,6 +128,7 @@ class CertifySamples(SamplingOptions, TrustOptions, Command):
         from crossdraft import load_model
         from crossdraft.models import encode, make_slots
 
+        from ..replay.response import check_text
         from ..samples.foreign_samples import check_vocabulary, file_distributions
         from ..samples.token_tree import distributions
 
@@ -149,26 +150,15 @@ class CertifySamples(SamplingOptions, TrustOptions, Command):
         loaded = load_model(
             self.model, dtype=self.dtype, device=self.device, trust_remote_code=self.model in self.trust_remote_code
         )
-        prompts: list[list[int]] = []
+        prompts, size = list[list[int]](), make_slots(loaded, 1, 1).vocab_size
         for draws in all_draws:
             tokens = draws.prefix
             if isinstance(tokens, str):
                 tokens = encode(loaded.tokenizer, [tokens], chat=False if self.raw else None)
-            if not tokens:
-                raise UsageError(f"{draws.place}: the prompt has no tokens")
-            # The last token of a sequence is not fed.
-            length = len(tokens) + max(map(len, draws.sequences), default=1) - 1
-            if loaded.context_length is not None and length > loaded.context_length:
-                raise UsageError(
-                    f"{draws.place}: {length} tokens exceed the context length of {loaded.name}, "
-                    f"{loaded.context_length}"
-                )
-            prompts.append(tokens)
-        size = make_slots(loaded, 1, 1).vocab_size
-        for draws, tokens in zip(all_draws, prompts, strict=True):
-            if max(tokens) >= size:
-                raise UsageError(f"{draws.place}: token {max(tokens)} is outside the vocabulary of {size} tokens")
             check_vocabulary(draws, size)
+            longest = max(draws.sequences, key=len, default=[0])
+            check_text(draws.place, tokens, longest, size, loaded.context_length)
+            prompts.append(tokens)
 
         options = self.sampling, f"target '{self.model}'", loaded.context_length
         return distributions(partial(make_slots, loaded), prompts, trees, *options)

@@ -119,11 +119,16 @@ def compare_texts(
     pairs: dict[str, tuple[Response, Response]], target: LoadedModel, tie: float
 ) -> tuple[list[TextPair], int]:
     """Compare pairs of responses; also return the number of tokens of A whose second logit is within ``tie``."""
+    from crossdraft.models import make_slots
+
+    from ..replay.response import check_text
     from ..samples.token_tree import token_gaps
 
     same = {name: pair for name, pair in pairs.items() if list(pair[0].prompt) == list(pair[1].prompt)}
     responses = [response for side in (0, 1) for response in (pair[side] for pair in same.values())]
-    _check_tokens(responses, target)
+    size = make_slots(target, 1, 1).vocab_size
+    for response in responses:
+        check_text(response.place, response.prompt, response.tokens, size, target.context_length)
     gaps = token_gaps([r.prompt for r in responses], [r.tokens for r in responses], target)
     by_name = dict(zip(same, zip(gaps[: len(same)], gaps[len(same) :], strict=True), strict=True))
     results = [
@@ -147,24 +152,6 @@ def _compared(name: str, pair: tuple[Response, Response], gaps: tuple[np.ndarray
         return TextPair(name, verdict, token, beyond=(beyond[0], beyond[1]))
     at = (float(gaps[0][token, 0]), float(gaps[1][token, 0]))
     return TextPair(name, verdict, token, (a[token], b[token]), at, (beyond[0], beyond[1]))
-
-
-def _check_tokens(responses: Sequence[Response], target: LoadedModel) -> None:
-    from crossdraft.models import make_slots
-
-    size = make_slots(target, 1, 1).vocab_size
-    for response in responses:
-        if (token := max(*response.prompt, *response.tokens)) >= size:
-            raise UsageError(
-                f"{response.place}: token {token} is outside the vocabulary of {target.name}, {size} tokens; give the "
-                "target of these responses"
-            )
-        length = len(response.prompt) + len(response.tokens) - 1
-        if target.context_length is not None and length > target.context_length:
-            raise UsageError(
-                f"{response.place}: {length} tokens exceed the context length of {target.name}, "
-                f"{target.context_length}; give shorter responses"
-            )
 
 
 def _text(results: Sequence[TextPair], target: LoadedModel, dtype: str, tie: float, near: int) -> str:

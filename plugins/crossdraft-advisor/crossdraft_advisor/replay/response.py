@@ -111,6 +111,26 @@ def token_ids(values: Any, key: str, place: str) -> list[int]:
     return values
 
 
+def check_text(
+    place: str, prompt: Sequence[int], tokens: Sequence[int], vocab_size: int, context_length: int | None
+) -> None:
+    """Raise UsageError for a text that is too long or out of vocabulary for a target, which does not read its end."""
+    ids = [*prompt, *tokens]
+    if not len(prompt):
+        raise UsageError(f"{place}: the prompt is empty; it must have at least one token")
+    if context_length is not None and len(ids) - 1 > context_length:
+        raise UsageError(
+            f"{place}: prompt and response have {len(ids)} tokens, but the target's context length is "
+            f"{context_length}; remove this response"
+        )
+    if not 0 <= min(ids) <= max(ids) < vocab_size:
+        invalid = min(ids) if min(ids) < 0 else max(ids)
+        raise UsageError(
+            f"{place}: token {invalid} is outside of the target's vocabulary of {vocab_size}; give the target that "
+            "generated the response"
+        )
+
+
 def log_probabilities(values: Any, key: str, count: int, place: str) -> np.ndarray:
     """Validate ``count`` log-probabilities; returns float64. Raises UsageError with the key."""
     if not isinstance(values, list) or not set(map(type, values)) <= {int, float, type(None)}:

@@ -132,7 +132,7 @@ def test_k_sequences_need_text_distribution(target: Any) -> None:
         (RecordedResponse([], [1]), "the prompt is empty"),
         (RecordedResponse([1], [2, V]), f"token {V} is outside of the target's vocabulary of {V}"),
         (RecordedResponse([-1], [2]), "token -1 is outside"),
-        (RecordedResponse([1] * 20, [2] * 5), "25 tokens, but the target's context length is 24"),
+        (RecordedResponse([1] * 20, [2] * 6), "26 tokens, but the target's context length is 24"),
         (RecordedResponse([1], [2, 3], [-0.5]), "log P has shape \\[1\\], expected \\[2\\]"),
     ],
 )
@@ -140,6 +140,13 @@ def test_invalid_texts(text: RecordedResponse, message: str, target: Any) -> Non
     with pytest.raises(UsageError, match=message) as caught:
         replay(configured("draft-model", model="x"), target, [TEXTS[0], text])
     assert str(caught.value).startswith("answers.jsonl:7: ")
+
+
+def test_text_may_fill_the_context(target: Any) -> None:
+    """The target does not read its last token."""
+    text = RecordedResponse([1] * 20, [2] * 5)
+    for drafter in (plain(Uniform), configured("draft-model", model="x")):
+        assert torch.tensor(replay(drafter, target, [text])[0].log_p).isfinite().all()
 
 
 def test_numbers_that_are_none(target: Any, tiny_model: Callable) -> None:

@@ -55,7 +55,7 @@ from crossdraft.framework.engine.checks import check_draft, check_unchanged, sna
 from crossdraft.framework.engine.validation import validate_draft
 from crossdraft.models import Configured, TargetContext, make_slots, scoring_slots
 
-from ..response import Response
+from ..response import Response, check_text
 from .iid_chains import ChainSums, sums
 
 DEPTH = 16  # default draft depth
@@ -476,7 +476,8 @@ class _Scorer:
             _checked_traits(request.drafter[0], config, self.sampling)
             for request, config in zip(requests, configs, strict=True)
         ]
-        check(texts, metadata.vocab_size, context_length_of(metadata))
+        for text in texts:
+            check_text(text.place, text.prompt, text.tokens, metadata.vocab_size, context_length_of(metadata))
         online = _learns(requests[0])
         rows = 1 if online else min(rows, max(len(texts), 1), max(1, BYTES // (12 * depth * metadata.vocab_size)))
         self.chunk = max(1, min(MAX_CHUNK, BYTES // (24 * rows * metadata.vocab_size)))
@@ -586,25 +587,6 @@ def with_gamma(cls: type[Drafter], config: Any, depth: int) -> Any:
         return cls.Config(**{**config.model_dump(exclude_unset=True), "gamma": gamma})
     except ValidationError as error:
         raise UsageError(f"drafter '{cls.name}' cannot draft {depth} tokens: {fault(error.errors()[0])}") from None
-
-
-def check(texts: Sequence[Response], vocab_size: int, context_length: int | None) -> None:
-    """Raise UsageError for a response that is too long or out of vocabulary for the target."""
-    for text in texts:
-        ids = [*text.prompt, *text.tokens]
-        if not len(text.prompt):
-            raise UsageError(f"{text.place}: the prompt is empty; it must have at least one token")
-        if context_length is not None and len(ids) > context_length:
-            raise UsageError(
-                f"{text.place}: prompt and response have {len(ids)} tokens, but the target's context length is "
-                f"{context_length}; remove this response"
-            )
-        if not 0 <= min(ids) <= max(ids) < vocab_size:
-            invalid = min(ids) if min(ids) < 0 else max(ids)
-            raise UsageError(
-                f"{text.place}: token {invalid} is outside of the target's vocabulary of {vocab_size}; set --target to "
-                "the model that generated the response"
-            )
 
 
 def prefill_chunks(lm: LM, texts: Sequence[Response], width: int) -> Generator[Tensor]:
