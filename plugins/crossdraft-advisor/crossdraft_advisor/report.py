@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from crossdraft import Estimate, Table
+from crossdraft import Estimate, Sampling, Table
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,12 @@ def _plain(value: Any) -> Any:
 def log(message: str) -> None:
     """Print a progress message on standard error."""
     print(f"crossdraft: {message}", file=sys.stderr, flush=True)
+
+
+def sampling_text(sampling: Sampling) -> str:
+    """The temperature, and the other sampling parameters that are set."""
+    params = sampling.model_dump(exclude_defaults=True) | {"temperature": sampling.temperature}
+    return ", ".join(f"{key} {value:g}" for key, value in sorted(params.items(), reverse=True))
 
 
 def right(*names: str) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from crossdraft import Argument, Command, Table, UsageError
 from crossdraft.commands import JsonOptions, ProgramOptions, TrustOptions
 
 from ..limits import LEAST_DEVIATION
-from ..report import Report
+from ..report import Report, sampling_text
 
 if TYPE_CHECKING:
     from crossdraft.runs import Summary
@@ -68,7 +68,8 @@ class VerifyEngine(TrustOptions, ProgramOptions, JsonOptions, Command):
                 loaded[key] = load_model(config.target, dtype=config.dtype, trust_remote_code=trust)
             path = directory.cell_path(config.hash)
             assert path is not None
-            print(f"checking {config.drafter.title} × {config.verifier.title}, {_sampling(config)}", file=sys.stderr)
+            pair = f"{config.drafter.title} × {config.verifier.title}"
+            print(f"checking {pair}, {sampling_text(config.sampling)}", file=sys.stderr)
             scrapes, options = (
                 directory.path / "servers" / config.hash,
                 {"deviation": self.deviation, "seed": self.seed},
@@ -106,21 +107,6 @@ class VerifyEngine(TrustOptions, ProgramOptions, JsonOptions, Command):
         return outcome, consent
 
 
-def _sampling(config: Any) -> str:
-    sampling = config.sampling
-    parts = [f"T = {sampling.temperature:g}"]
-    parts += [
-        f"{name} {value:g}"
-        for name, value, off in (
-            ("top-k", sampling.top_k, 0),
-            ("top-p", sampling.top_p, 1),
-            ("min-p", sampling.min_p, 0),
-        )
-        if value != off
-    ]
-    return ", ".join(parts)
-
-
 def _text(checks: list[CellCheck], failed: list[str]) -> str:
     table, reasons = [], []
     for check in checks:
@@ -133,7 +119,7 @@ def _text(checks: list[CellCheck], failed: list[str]) -> str:
             expected = f"{low:.0f}" if high - low < 0.5 else f"{low:.0f} to {high:.0f}"
             counted = f"{check.counters.accepted:.0f}, replay {expected}"
         row: dict[str, Any] = {"engine": config.engine.title if config.engine else "", "drafter": config.drafter.title}
-        row |= {"verifier": config.verifier.title, "sampling": _sampling(config), "B": config.batch_size}
+        row |= {"verifier": config.verifier.title, "sampling": sampling_text(config.sampling), "B": config.batch_size}
         row |= {"steps as replayed": shown, "counted": counted, "text or distribution": _distribution(check)}
         table.append(row | {"verdict": check.outcome})
         reasons += _reasons(check)
@@ -157,7 +143,7 @@ def _distribution(check: CellCheck) -> str:
 
 def _reasons(check: CellCheck) -> list[str]:
     config, lines = check.config, []
-    pair = f"{config.drafter.title} × {config.verifier.title}, {_sampling(config)}"
+    pair = f"{config.drafter.title} × {config.verifier.title}, {sampling_text(config.sampling)}"
     if check.steps is not None and check.steps.unequal:
         name, token, tau, expected = check.steps.unequal[0]
         lines.append(

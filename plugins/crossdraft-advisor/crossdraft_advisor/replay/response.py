@@ -14,6 +14,8 @@ from crossdraft import Sampling, UsageError, load_tokenizer, quoted
 from crossdraft.commands import MOST_TOKENS, MOST_WIDTH
 from crossdraft.models import TokenizerOf
 
+from ..report import sampling_text
+
 MIN_LOG_P = -100.0  # smallest log-probability of a sampled token (engines write -9999 for minus infinity)
 
 
@@ -93,12 +95,6 @@ class ParseContext:
         self.assumed[f"skipped: {reason}; the first is {first}"] += count
 
 
-def describe(sampling: Sampling) -> str:
-    """Sampling parameters as text."""
-    params = sampling.model_dump(exclude_defaults=True) | {"temperature": sampling.temperature}
-    return ", ".join(f"{key} {value:g}" for key, value in sorted(params.items(), reverse=True))
-
-
 def token_ids(values: Any, key: str, place: str) -> list[int]:
     """Validate a list of token ids. Raises UsageError with the key."""
     if not isinstance(values, list) or not set(map(type, values)) <= {int}:
@@ -160,5 +156,7 @@ def sampling_of(row: dict[str, Any], default: Sampling | None, place: str) -> Sa
     except ValidationError:
         raise UsageError(f"{place}: invalid sampling parameters {', '.join(fields)}: {quoted(fields)}") from None
     if default is not None and result != default:
-        raise OptionsError(f"{place}: sampled at {describe(result)}, but the options request {describe(default)}")
+        raise OptionsError(
+            f"{place}: sampled at {sampling_text(result)}, but the options request {sampling_text(default)}"
+        )
     return result

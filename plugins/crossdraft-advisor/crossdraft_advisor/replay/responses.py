@@ -36,8 +36,9 @@ from crossdraft.models import encode, encode_text
 from crossdraft.runs import RunDirectory
 
 from ..engines.engine_log import packed_as
+from ..report import sampling_text
 from .jsonl_formats import response_of
-from .response import OptionsError, ParseContext, Response, describe, log_probabilities, token_ids
+from .response import OptionsError, ParseContext, Response, log_probabilities, token_ids
 from .response_formats import plain_rows
 
 _VALUE = re.compile(r"\S")
@@ -144,13 +145,13 @@ class Reader(ParseContext):
                 cells[path] = config
         matching = {path: c for path, c in cells.items() if self.sampling is None or c.sampling == self.sampling}
         if not matching:
-            available = ", ".join(sorted({describe(c.sampling) for c in cells.values()})) or "none"
+            available = ", ".join(sorted({sampling_text(c.sampling) for c in cells.values()})) or "none"
             raise UsageError(
                 f"the run {run} does not have a finished plain-decoding cell with that sampling; available: {available}"
             )
         groups = {(c.target, c.sampling, c.max_new_tokens, c.seed) for c in matching.values()}
         if len({(c.target, c.sampling) for c in matching.values()}) > 1:
-            available = ", ".join(sorted({f"{c.target} at {describe(c.sampling)}" for c in matching.values()}))
+            available = ", ".join(sorted({f"{c.target} at {sampling_text(c.sampling)}" for c in matching.values()}))
             raise UsageError(
                 f"the run {run} has several plain-decoding cells: {available}; choose one with --temperature, or give "
                 "the directory of a cell"
@@ -164,10 +165,8 @@ class Reader(ParseContext):
     def _cell(self, path: Path) -> Iterator[Response]:
         config, file = read_cell_config(path)[0], path / "responses.jsonl"
         if self.sampling is not None and config.sampling != self.sampling:
-            raise UsageError(
-                f"the cell {path} was sampled at {describe(config.sampling)}, not at {describe(self.sampling)}; "
-                "change the sampling options"
-            )
+            own, requested = sampling_text(config.sampling), sampling_text(self.sampling)
+            raise UsageError(f"the cell {path} was sampled at {own}, not at {requested}; change the sampling options")
         if config.constraint is not None:
             raise _constrained(f"the cell {path}")
         if self.target and config.target != self.target:
