@@ -70,7 +70,7 @@ def _run(options: CertifyModel) -> int:
     from ..samples.first_token_check import REJECTED, check_counts, choose, sample
 
     sampling, drafter = options.sampling, options.drafter
-    cases, skipped = choose(options.verifier, options.draft, drafter, options.gamma)
+    cases, skipped = choose(options.verifier, options.draft, options.gamma)
     for reason in skipped:
         print(f"crossdraft: skipped: {reason}", file=sys.stderr)
     if not cases:

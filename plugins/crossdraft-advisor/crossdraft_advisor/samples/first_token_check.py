@@ -216,9 +216,7 @@ def check_counts(case: Case, counts: Tensor, prompt: PromptDistributions) -> Res
     return Result(case, counts, goodness_of_fit(counts, prompt.p), goodness_of_fit(counts, prompt.q))
 
 
-def choose(
-    verifiers: Iterable[str] | None, labels: Iterable[str] | None, model: str, gamma: int
-) -> tuple[list[Case], list[str]]:
+def choose(verifiers: Iterable[str] | None, labels: Iterable[str] | None, gamma: int) -> tuple[list[Case], list[str]]:
     """Return the pairs to test, and the reasons for skipped ones; ``labels`` as of ``crossdraft certify --draft``.
 
     ``verifiers`` default to all that are declared lossless for sampling, ``labels`` to one draft each (`PREFERRED`).
@@ -230,13 +228,9 @@ def choose(
     for label in requested:
         if label not in DRAFTS:
             raise UnknownNameError.among("draft label", label, DRAFTS)
-        kind = DRAFTS[label]
-        options = kind.options(gamma)
-        if "model" not in options:
-            continue  # without a model there is no draft distribution for the control
-        cls = plugins.get("drafters", kind.drafter)
-        # q is warped already, so the drafter samples at temperature 1.
-        drafts[label] = kind.drafter, cls, cls.Config(**{**options, "model": model})
+        cls, config = DRAFTS[label].config(gamma)  # q is warped already, so the drafter samples at temperature 1
+        if getattr(config, "model", None):  # else there is no draft distribution for the control
+            drafts[label] = cls, config
     if labels and not drafts:
         raise UsageError(
             f"the drafts {', '.join(requested)} do not use a model, so the control is not defined; choose other "
@@ -249,10 +243,9 @@ def choose(
             chosen += [verifier] * (traits.lossless and not traits.temperature_zero_only)
     for verifier in chosen:
         reasons = []
-        for label, (name, cls, config) in drafts.items():
-            reason = incompatible(
-                name, cls.traits(config, Sampling()), verifier.name, verifier.traits(verifier.Config()), Sampling()
-            )
+        for label, (cls, config) in drafts.items():
+            traits = cls.traits(config, Sampling()), verifier.traits(verifier.Config())
+            reason = incompatible(cls.name, traits[0], verifier.name, traits[1], Sampling())
             if reason:
                 reasons.append(f"{label}: {reason}")
                 continue

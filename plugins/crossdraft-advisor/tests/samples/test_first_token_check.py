@@ -30,7 +30,7 @@ Q = torch.tensor([0.10, 0.25, 0.30, 0.02, 0.08, 0.12, 0.00, 0.08, 0.05, 0.0], dt
 
 
 def case(verifier: str | type, draft: str = "chain", gamma: int = 1) -> Case:
-    (result,), _ = choose(["token"] if isinstance(verifier, type) else [verifier], [draft], "free", gamma)
+    (result,), _ = choose(["token"] if isinstance(verifier, type) else [verifier], [draft], gamma)
     return result if isinstance(verifier, str) else Case(result.draft, result.drafter, result.config, verifier)
 
 
@@ -212,20 +212,20 @@ def test_infinity_is_not_valid_json() -> None:
 
 
 def test_drafts_by_verifier() -> None:
-    cases, skipped = choose(None, None, "free", 1)
+    cases, skipped = choose(None, None, 1)
     drafts = {item.verifier.name: item.draft for item in cases}
     assert len(drafts) == len(cases), "one pair a verifier"
     some = {"token": "chain", "block": "chain", "spectr": "iid-2", "greedy-draft-optimal": "tree-greedy-2-1"}
     assert some.items() <= drafts.items()
     assert "greedy" not in drafts and not skipped
-    cases, skipped = choose(["greedy"], None, "free", 1)
+    cases, skipped = choose(["greedy"], None, 1)
     assert not cases and "needs temperature 0" in skipped[0]
-    cases, skipped = choose(["token", "spectr"], ["chain", "iid-2"], "free", 4)
+    cases, skipped = choose(["token", "spectr"], ["chain", "iid-2"], 4)
     assert [(item.verifier.name, item.draft) for item in cases] == [
         ("token", "chain"),
         ("spectr", "chain"),
         ("spectr", "iid-2"),
     ]
-    assert {item.config.gamma for item in cases} == {4} and {item.config.model for item in cases} == {"free"}
-    cases, skipped = choose(["token"], ["iid-2"], "free", 1)
+    assert {item.config.gamma for item in cases} == {4}
+    cases, skipped = choose(["token"], ["iid-2"], 1)
     assert not cases and "'token' accepts only: chain" in skipped[0]
