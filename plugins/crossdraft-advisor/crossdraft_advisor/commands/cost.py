@@ -11,7 +11,7 @@ from crossdraft.framework.cost.prediction import CellStatistics
 from crossdraft.runs import read_run, verifier_title
 
 from ..advise.shorter_drafts import shorter_refusal
-from ..roofline.options import MachineOptions
+from .costs import MachineOptions
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXT = 1024
@@ -36,20 +36,19 @@ class CostAnywhere(MachineOptions, Cost):
 
     def _modelled(self) -> Parts:
         """Predictions for a target and a draft model on a named accelerator."""
-        from ..roofline.roofline import modelled
-
         context = (self.context or [CONTEXT])[0]
-        target, drafter = modelled(self, self.target), modelled(self, self.drafter) if self.drafter else None
+        target, drafter = self.modelled(self.target), self.modelled(self.drafter) if self.drafter else None
         batch_sizes = self.batch_size or list(BATCH_SIZES)
         pairs, gamma, remarks = _pairs(self, context) if self.run_ else self.chains(context)
         sizes = {b: sum(r.memory_bytes(b, context) for r in (target, drafter) if r) for b in batch_sizes}
-        yield target.facts | {"context": context, "bytes_held": sizes}, target.description(context)
+        names = {"target": target.shape.name, "accelerator": target.accelerator.name, "devices": target.devices}
+        yield names | {"context": context, "bytes_held": sizes}, target.description(context)
         yield from self.by_batch_size(pairs, gamma, target, drafter, batch_sizes, context)
         if not self.run_:
             yield self.schedules(target, drafter, batch_sizes, context)
         yield {}, "\n".join(filter(None, [*remarks, self.free()]))
-        if full := [b for b, bytes_ in sizes.items() if bytes_ > target.memory]:
-            size = f"{target.memory / 1e9:.0f} GB"
+        if full := [b for b, bytes_ in sizes.items() if bytes_ > target.accelerator.memory]:
+            size = f"{target.accelerator.memory / 1e9:.0f} GB"
             yield {}, f"weights and KV cache exceed the device memory of {size} from B = {full[0]} on"
 
 

@@ -4,21 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import Field, model_validator
 
 from crossdraft import Argument, UsageError
-from crossdraft.commands import MOST_TOKENS
+from crossdraft.commands import MOST_TOKENS, Options
 
-from ..roofline.options import MachineOptions
+from ..limits import MOST_BYTES, MOST_DEVICES
 
 if TYPE_CHECKING:
     from crossdraft.runs import Curve
 
     from ..advise.caveats import Remarks
+    from ..roofline.roofline import Roofline
 
-_GROUP = "cost of a step"
+_GROUP, _MACHINE = "cost of a step", "another machine"
+
+
+class MachineOptions(Options):
+    """Options of the roofline model; those of a command that inherits from this."""
+
+    on: Annotated[str | None, Argument("NAME", group=_MACHINE)] = Field(
+        None, description="accelerator (h100, a100-80g, ...), or a YAML file with one"
+    )
+    devices: Annotated[int, Argument("N", group=_MACHINE, requires="on"), MOST_DEVICES] = Field(
+        1, ge=1, description="tensor-parallel devices"
+    )
+    weight_bytes: Annotated[float, Argument(group=_MACHINE, requires="on")] = Field(
+        2, gt=0, le=MOST_BYTES, description="bytes per weight (2: bfloat16)"
+    )
+    cache_bytes: Annotated[float, Argument(group=_MACHINE, requires="on")] = Field(
+        2, gt=0, le=MOST_BYTES, description="bytes per key or value element"
+    )
+    efficiency: Annotated[
+        tuple[Annotated[float, Field(gt=0, le=1)], ...], Argument("M,C", group=_MACHINE, requires="on", commas=True)
+    ] = Field(
+        (0.8, 0.7), min_length=2, max_length=2, description="attained fractions of the peak bandwidth and FLOP rate"
+    )
+
+    def modelled(self, model: str) -> Roofline:
+        """The roofline of a model on the machine of ``--on``. Raises as `accelerator` and `read_shape` do."""
+        from ..roofline.accelerators import accelerator
+        from ..roofline.roofline import Roofline, read_shape
+
+        assert self.on is not None
+        machine: dict[str, Any] = self.model_dump(include={"devices", "weight_bytes", "cache_bytes", "efficiency"})
+        return Roofline(read_shape(model), accelerator(self.on), **machine)
 
 
 class Costs(NamedTuple):
@@ -77,11 +109,9 @@ class CostOptions(MachineOptions):
         return Costs(None, None, lambda _: None)
 
     def _roofline(self, remarks: Remarks) -> Costs:
-        from ..roofline.roofline import modelled
-
-        target, drafter = modelled(self, self.target), None
+        target, drafter = self.modelled(self.target), None
         if self.draft_model:
-            drafter = modelled(self, self.draft_model)
+            drafter = self.modelled(self.draft_model)
             drafter = replace(drafter, shape=drafter.shape.of_vocabulary(self.draft_vocab or drafter.shape.vocab))
         remarks.of_roofline(target)
 
@@ -90,7 +120,7 @@ class CostOptions(MachineOptions):
             if drafter is not None:
                 return drafter
             try:
-                return modelled(self, name)
+                return self.modelled(name)
             except UsageError:
                 pass
             except Exception as error:  # heads have configs that the roofline does not support

@@ -26,8 +26,7 @@ from crossdraft.commands import kind_of, path_of
 from crossdraft.framework import plugins
 from crossdraft.models import read_config, refuse_quantized, split_adapter
 
-from .accelerators import Accelerator, accelerator
-from .options import MachineOptions
+from .accelerators import Accelerator
 
 #: Assumed efficiency of a pass: shares of the stated memory bandwidth and FLOP rate.
 EFFICIENCY = (0.8, 0.7)
@@ -320,16 +319,6 @@ class Roofline:
             if not 0 < getattr(self, name) < math.inf:
                 raise UsageError(f"{name.replace('_', ' ')} must be a positive number, not {getattr(self, name)}")
 
-    @property
-    def memory(self) -> float:
-        """Memory of a device in bytes."""
-        return self.accelerator.memory
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Names for JSON output."""
-        return {"target": self.shape.name, "accelerator": self.accelerator.name, "devices": self.devices}
-
     def description(self, context: float) -> str:
         """Model, machine and assumptions, for readers."""
         memory, compute = self.efficiency
@@ -380,14 +369,6 @@ class Roofline:
         caches = (c.layers * c.tokens(context) * c.values * max(1 / devices, 1 / c.heads) for c in shape.caches)
         row = sum(caches) * self.cache_bytes + shape.states * _STATE_BYTES / devices
         return (shape.parameters + shape.embedding) * self.weight_bytes / devices + batch_size * row
-
-
-def modelled(options: MachineOptions, model: str) -> Roofline:
-    """The roofline of a model on the machine of ``--on``. Raises as `accelerator` and `read_shape` do."""
-    assert options.on is not None
-    device = accelerator(options.on)
-    machine: dict[str, Any] = options.model_dump(include={"devices", "weight_bytes", "cache_bytes", "efficiency"})
-    return Roofline(read_shape(model), device, **machine)
 
 
 def read_shape(name: str) -> Shape:
