@@ -8,7 +8,7 @@ from crossdraft import UsageError
 from crossdraft.framework.cli.cost.command import Cost, Parts
 from crossdraft.framework.cost.finished_cells import statistics
 from crossdraft.framework.cost.prediction import CellStatistics
-from crossdraft.runs import read_run, verifier_title
+from crossdraft.runs import pair_title, read_run
 
 from ..advise.shorter_drafts import shorter_refusal
 from .costs import MachineOptions
@@ -69,7 +69,7 @@ def _pairs(options: CostAnywhere, context: float) -> tuple[dict[str, CellStatist
         name = f"pair {len(pairs) + 1}"
         settings = f"temperature {config.sampling.temperature:g}, batch size {config.batch_size}"
         settings += f", {cell.tokens_per_step:.2f} tokens per step"
-        remarks.append(f"{name}: {config.drafter.title} × {verifier_title(result)}, {settings}")
+        remarks.append(f"{name}: {pair_title(result)}, {settings}")
         pairs[name] = replace(cell, draft_seconds=0.0, other_seconds=0.0, context=context)
     if not pairs:
         raise UsageError(f"{options.run_} has no finished cell with a drafter; run a recipe with drafters")
