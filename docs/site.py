@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from crossdraft_advisor.simulate.columns import SIMULATION_COLUMNS
+from crossdraft_advisor.simulate.outcome import PolicyResult
 from mkdocs.structure.files import File, Files
 from pydantic_core import PydanticUndefined
 
@@ -66,7 +66,8 @@ def pages() -> Iterator[tuple[str, str]]:
         yield f"reference/{kind}.md", "\n\n".join(parts) + "\n"
     rows = "\n".join(f"| `{one.name}` | {_cell(one.meaning)} |" for one in QUANTITIES)
     subject = "Every column of `summary.csv`; estimates have their 95 % interval in `_low` and `_high`."
-    simulated = "\n".join(f"| `{name}` | {_cell(meaning)} |" for name, meaning in SIMULATION_COLUMNS.items())
+    columns = get_type_hints(PolicyResult, include_extras=True)
+    simulated = "\n".join(f"| `{name}` | {_cell(column.__metadata__[0])} |" for name, column in columns.items())
     tables = [subject, f"| column | meaning |\n|---|---|\n{rows}", "## `crossdraft simulate --csv`"]
     tables.append(f"| column | meaning |\n|---|---|\n{simulated}")
     yield "reference/numbers.md", "\n\n".join(["# Every number", *tables]) + "\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
@@ -54,24 +55,30 @@ class RequestTimes:
 
 @dataclass(frozen=True)
 class PolicyResult:
-    """Result of one policy under one arrival process."""
+    """Result of one policy under one arrival process; the fields are the columns of ``crossdraft simulate --csv``.
 
-    policy: str
-    arrivals: str
-    requests: int
-    block_efficiency_all_steps: float  # tokens per decoding row and step
-    drafted_per_step: float  # drafted tokens per decoding row and step
-    batch_size: float  # mean number of decoding rows of a step
-    tokens_per_second: Estimate  # output tokens over the time from the first arrival to the last token
-    first_token_seconds: Estimate  # mean seconds to the first token
-    token_seconds: Estimate | None  # mean seconds per token after the first
-    latency_seconds: Estimate  # mean seconds from arrival to the last token
-    # first_token_seconds_p95, token_seconds_p95: 95th percentiles over requests
-    first_token_seconds_p95: float
-    token_seconds_p95: float
-    goodput: Estimate | None  # requests per second that meet the service level; None without one
-    # relative excess of the mean latency over the oracle's; None for the oracle, and without it
-    regret: Estimate | None
+    An estimate has the columns ``<name>_low`` and ``<name>_high`` also. Names of a run's columns have their meaning.
+    """
+
+    policy: Annotated[str, "Policy of the draft lengths."]
+    arrivals: Annotated[str, "Arrival process."]
+    requests: Annotated[int, "Number of simulated requests."]
+    block_efficiency_all_steps: Annotated[
+        float, "Tokens emitted per decoding row and step, the prefill's token excluded."
+    ]
+    drafted_per_step: Annotated[float, "Drafted tokens per decoding row and step."]
+    batch_size: Annotated[float, "Mean number of decoding rows of a step."]
+    tokens_per_second: Annotated[
+        Estimate, "Output tokens per second from the first arrival to the last token, prefill included."
+    ]
+    first_token_seconds: Annotated[Estimate, "Mean seconds from the arrival of a request to its first token."]
+    token_seconds: Annotated[Estimate | None, "Mean seconds per token of a response after its first."]
+    latency_seconds: Annotated[Estimate, "Mean seconds from the arrival of a request to its last token."]
+    first_token_seconds_p95: Annotated[float, "95th percentile of first_token_seconds over requests."]
+    token_seconds_p95: Annotated[float, "95th percentile of token_seconds over requests."]
+    goodput: Annotated[Estimate | None, "Requests per second that meet the service-level objective; empty without one."]
+    # None for the oracle, and without it
+    regret: Annotated[Estimate | None, "Relative excess of latency_seconds over the oracle's, paired by simulation."]
 
 
 def compare(

@@ -6,12 +6,13 @@ import csv
 import io
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 from crossdraft_advisor.simulate.arrivals import Arrival, read_trace
-from crossdraft_advisor.simulate.columns import SIMULATION_COLUMNS
+from crossdraft_advisor.simulate.outcome import PolicyResult
 
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.errors import UsageError
@@ -61,11 +62,12 @@ def test_csv_and_json_hold_documented_columns(inputs: dict[str, Path], capsys: A
     _, out, _ = run(inputs, capsys, "--concurrency", "2", "--slo-first-token", "1", "--csv")
     rows = list(csv.DictReader(io.StringIO(out)))
     estimates = {name.removesuffix(ENDS[0]) for name in rows[0] if name.endswith(ENDS[0])}
-    assert set(SIMULATION_COLUMNS) == {name for name in rows[0] if not name.endswith(ENDS)}
+    columns = {field.name for field in fields(PolicyResult)}
+    assert columns == {name for name in rows[0] if not name.endswith(ENDS)}
     assert {"tokens_per_second", "first_token_seconds", "token_seconds"} <= estimates
     _, out, _ = run(inputs, capsys, "--concurrency", "2", "--json", "--policy", "off")
     (result,) = json.loads(out)["results"]
-    assert set(result) == set(SIMULATION_COLUMNS)
+    assert set(result) == columns
     assert result["tokens_per_second"]["value"] == pytest.approx(float(rows[0]["tokens_per_second"]))
     assert result["requests"] == 160 and result["goodput"] is None
 
