@@ -63,10 +63,7 @@ _CALLED = {
     "runner of launchers": ("crossdraft-cluster", "crossdraft_cluster.launched_run:Launch"),
     "running of some layers": ("crossdraft-layers", "crossdraft_layers.layer_fork:LayerFork"),
     "tensor parallelism": ("crossdraft-cluster", "crossdraft_cluster.split_placement:Split"),
-    "section of engine settings": (
-        "crossdraft-advisor",
-        "crossdraft_advisor.advise.engine_settings:engine_settings",
-    ),
+    "section of engines": ("crossdraft-advisor", "crossdraft_advisor.advise.engine_settings:engine_settings"),
 }
 _COMMAND = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 

@@ -6,6 +6,7 @@ import copy
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any
 
@@ -28,11 +29,25 @@ from ..plugins import installing
 from ..runs.threads import one_thread
 
 #: Parts of PyTorch's errors about tensors of two devices, and the message about them.
-TWO_DEVICES = re.compile("same device|expected device")
-MIXED = (
+_TWO_DEVICES = re.compile("same device|expected device")
+_MIXED = (
     "mixes devices: a tensor is made on the CPU, which fails on a GPU. Make it on the device of its inputs, such as "
     "sequences.device or p.device"
 )
+
+
+@contextmanager
+def no_waits(who: str, where: str, advice: str = "") -> Iterator[None]:
+    """Raise AssertionError if code on the meta device reads a value of a tensor, or mixes devices."""
+    try:
+        yield
+    except (NotImplementedError, RuntimeError) as error:
+        if "meta" not in str(error).lower():
+            raise
+        if _TWO_DEVICES.search(str(error)):
+            raise AssertionError(f"{who} {_MIXED}: {error}") from error
+        value = "a value of a tensor (bool(), int(), .item(), .tolist(), a mask as an index)"
+        raise AssertionError(f"{who} waits for the device{where}: it reads {value}{advice}: {error}") from error
 
 
 def device_comparison() -> Any:

@@ -25,7 +25,7 @@ from ..contracts.verifier import Verifier, VerifierTraits, incompatible
 from ..engine.decoder import Decoder
 from ..engine.validation import validate_verdict
 from ..plugins import get, traits_of
-from .settings import MIXED, TWO_DEVICES, OneThread, Toys, device_comparison
+from .settings import OneThread, Toys, device_comparison, no_waits
 
 #: Draft length.
 GAMMA = 3
@@ -184,18 +184,8 @@ class VerifierContract(OneThread):
         for label, draft, p, _, streams, position in self.recorded(1):
             on_meta = draft.map_rows(lambda t: t.to("meta"))
             rng = CounterRng(0).for_step(streams, [position] * ROWS, torch.device("meta"))
-            try:
-                with NoMask():
-                    self.verdict_of(self.make(), on_meta, p.to("meta"), rng)
-            except (NotImplementedError, RuntimeError) as error:
-                if "meta" not in str(error).lower():
-                    raise
-                if TWO_DEVICES.search(str(error)):
-                    raise AssertionError(f"'{self.rule.name}' {MIXED}: {error}") from error
-                raise AssertionError(
-                    f"'{self.rule.name}' waits for the device on '{label}' drafts: it reads a value of a tensor "
-                    f"(bool(), int(), .item(), .tolist(), a mask as an index): {error}"
-                ) from error
+            with no_waits(f"'{self.rule.name}'", f" on '{label}' drafts"), NoMask():
+                self.verdict_of(self.make(), on_meta, p.to("meta"), rng)
 
     def test_on_cuda(self) -> None:
         """Decoding on CUDA equals that on the CPU, and verify() does not wait for it."""

@@ -81,7 +81,7 @@ def html_page(runs: Sequence[FinishedRun]) -> str:
 def _added(runs: Sequence[FinishedRun]) -> list[str]:
     """Markdown of the sections that companions add."""
     try:
-        return list(filter(None, [plugins.of_companion("section of engine settings")(runs)]))
+        return list(filter(None, [plugins.of_companion("section of engines")(runs)]))
     except UnknownNameError:  # not installed
         return []
 
