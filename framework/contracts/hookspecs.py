@@ -80,11 +80,7 @@ def crossdraft_register_engines(register: Register) -> None:
 
 @hookspec
 def crossdraft_register_formats(register: Register) -> None:
-    """Register formats of files, each under its own ``name``.
-
-    They are subclasses of `crossdraft_advisor.AcceptanceFormat`, which reads logs and counters, of
-    `crossdraft_advisor.ResponseFormat`, for replay, or of both.
-    """
+    """Register subclasses of `crossdraft_advisor.AcceptanceFormat` or `ResponseFormat`, each under its own ``name``."""
 
 
 @hookspec

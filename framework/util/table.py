@@ -57,12 +57,6 @@ class Table:
         rows = [[row[i] for i, _ in kept] for row in self._filled()]
         return replace(self, columns=[column for _, column in kept], rows=rows)
 
-    def without_empty(self, *names: str) -> Table:
-        """The table without those of the named columns that have no value in any row."""
-        rows = self._filled()
-        empty = [name for i, name in enumerate(self.names) if all(row[i] in (None, "") for row in rows)]
-        return self.without(*(name for name in empty if name in names))
-
     def render(self, form: str) -> str:
         """The table in one of `FORMATS`."""
         return getattr(self, form)()

@@ -44,4 +44,3 @@ def test_exact_formats() -> None:
 def test_columns() -> None:
     table = Table.of([{"a": 1, "b": ""}, {"a": 2, "c": 3}])
     assert table.names == ["a", "b", "c"] and table.without("a").names == ["b", "c"]
-    assert table.without_empty("a", "b", "c").names == ["a", "c"]

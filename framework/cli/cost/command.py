@@ -1,7 +1,4 @@
-"""``crossdraft cost``: latency of forward passes, measured or from a roofline model, and predicted speed-ups.
-
-crossdraft-advisor extends the command by the roofline model of a machine that is not at hand.
-"""
+"""``crossdraft cost``: latency of forward passes, and predicted speed-ups; crossdraft-advisor adds a roofline model."""
 
 from __future__ import annotations
 
@@ -25,7 +22,6 @@ from ..options.trust import TrustOptions
 if TYPE_CHECKING:
     from ...cost.curve import CostCurve, Curve
     from ...cost.prediction import CellStatistics
-    from ...runs.records import CellResult
 
 ACCEPTANCE = (0.6, 0.7, 0.8, 0.9)
 
@@ -284,6 +280,7 @@ def _of_run(options: Cost) -> Parts:
     from ...cost.finished_cells import curves_of, predictions, statistics
     from ...cost.load_run import read_run
     from ...cost.prediction import predict
+    from ...runs.labels import verifier_title
 
     assert options.run_ is not None
     results, curves = read_run(options.run_).summary.results, stored_curves()
@@ -306,7 +303,11 @@ def _of_run(options: Cost) -> Parts:
             speed_ups = {b: predict(pair.at(b), target, drafter).speed_up for b in options.batch_size}
             cell["by_batch_size"] = speed_ups
         rates = [f"{cell['measured']:.1f}", f"{cell['predicted']:.1f}", f"{100 * cell['off']:+.0f}"]
-        rows.append([*_pair(result), *rates, cell["speed_up"], prediction.speed_up, *speed_ups.values()])
+        config = result.config
+        titles = [config.drafter.title, verifier_title(result), f"{config.sampling.temperature:g}"]
+        rows.append(
+            [*titles, str(config.batch_size), *rates, cell["speed_up"], prediction.speed_up, *speed_ups.values()]
+        )
         cells.append(cell)
     if not rows:
         names = ", ".join(sorted(missing)) or "its target"
@@ -319,13 +320,6 @@ def _of_run(options: Cost) -> Parts:
     error = 100 * median(abs(cell["off"]) for cell in cells)
     yield {}, f"median error of the predicted tok/s: {error:.0f} % over {len(cells)} cells"
     yield from (({}, f"{name} has no cost curve; run crossdraft cost --target {name}") for name in sorted(missing))
-
-
-def _pair(result: CellResult) -> list[str]:
-    from ...runs.labels import verifier_title
-
-    config = result.config
-    return [config.drafter.title, verifier_title(result), f"{config.sampling.temperature:g}", str(config.batch_size)]
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[Any]], title: str = "", digits: int = 2) -> str:

@@ -55,6 +55,12 @@ def percent_text(share: float, sign: str = "") -> str:
     return f"{100 * share:{sign}.1f} %"
 
 
+def without_empty(table: Table, *names: str) -> Table:
+    """The table without those of the named columns that have no value in any row."""
+    filled = {name for name, *values in zip(table.names, *table.rows, strict=True) if any(values)}
+    return table.without(*(name for name in names if name not in filled))
+
+
 def change_text(change: Estimate) -> str:
     """A relative change in per cent, with its interval."""
     interval = ""

@@ -18,7 +18,7 @@ from crossdraft.runs import estimate_text
 from ..engines.acceptance import Acceptance
 from ..engines.engine import Schedule, Settings, not_servable
 from ..engines.formats import CounterSource, read_acceptances
-from ..report import Report
+from ..report import Report, without_empty
 from .costs import CostOptions
 
 if TYPE_CHECKING:
@@ -347,7 +347,7 @@ def _table(steps: Sequence[Step]) -> str:
         others = [_pair(step.runner_up) + " ~" * step.close, _pair(step.measured)]
         rows.append([*cells, estimate_text(best.speed_up), *others])
     header = ["B", "context", "advice", "drafter", "verifier", "gamma", "speed-up", "runner-up", "measured best"]
-    table = Table(header, rows).without_empty("measured best")
+    table = without_empty(Table(header, rows), "measured best")
     return (table if len({step.context for step in steps}) > 1 else table.without("context")).text()
 
 

@@ -13,7 +13,7 @@ from crossdraft.runs import counted, estimate_text, spread
 from ...engines.counter_definitions import CounterDefinition
 from ...replay.aggregate import MAX_GROUPS, Row, Tally, difference, segment_difference
 from ...replay.replay import Candidate, ReplayResult
-from ...report import right
+from ...report import right, without_empty
 
 Key = tuple[Candidate, str, int, int]  # a pair at a draft length: candidate, verifier, K and gamma
 
@@ -95,7 +95,7 @@ def _efficiency(result: ReplayResult) -> str:
         cells = [*(f"{n:.2f}" for n in numbers), f"{'≤ ' if k > 1 else ''}{row.target_rows_per_token:.2f}"]
         cells += [estimate_text(by_kind.get(kind, ("", None))[1], "+") for kind in ("verifier", "drafter", "gamma")]
         rows.append([*_titles(key), estimate_text(row.block_efficiency), *cells])
-    return Table(columns, rows).without_empty(*others).text()
+    return without_empty(Table(columns, rows), *others).text()
 
 
 def _acceptance(result: ReplayResult) -> str:
