@@ -38,7 +38,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import checkout  # noqa: F401
 import loop_overhead
 import torch
 from tabulate import tabulate

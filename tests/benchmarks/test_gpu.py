@@ -18,9 +18,9 @@ from companions import has_command
 from crossdraft.framework.cli import main as cli
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
-#: Run a script without an installed crossdraft and without packages that these do not require.
+#: Run a script with crossdraft, but without packages that these do not require.
 BARE = """
-import runpy, sys
+import re, runpy, sys
 from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from packaging.requirements import Requirement
@@ -37,14 +37,11 @@ while todo:
             continue
         todo += [need.name for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
 missing = {m for m, names in packages_distributions().items() if not kept & set(map(canonicalize_name, names))}
-checkout, find = {"crossdraft"}, PathFinder.find_spec
-
-def find_spec(name, path=None, target=None):
-    spec = None if name in missing - checkout else find(name, path, target)
-    return None if name in checkout and spec and "site-packages" in (spec.origin or "") else spec
-
-PathFinder.find_spec = find_spec
-sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in str(getattr(f, "__module__", ""))]
+missing -= {"crossdraft"}
+find = PathFinder.find_spec
+PathFinder.find_spec = lambda name, path=None, target=None: None if name in missing else find(name, path, target)
+editable = [(f, str(getattr(f, "__module__", ""))) for f in sys.meta_path]
+sys.meta_path[:] = [f for f, name in editable if "editable" not in name or re.search(r"_crossdraft_\\d", name)]
 assert {"pytest", "hypothesis"} <= missing
 sys.argv = sys.argv[1:]
 sys.path.insert(0, sys.argv[0].rpartition("/")[0])
