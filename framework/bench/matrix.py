@@ -435,24 +435,23 @@ def _matches(cell: CellConfig, key: str, value: Any) -> bool:
 def _labelled(cells: list[CellConfig]) -> list[CellConfig]:
     """Set the labels of strategies and engines; options that differ are appended if they would share a label."""
     for kind in ("drafter", "verifier", "engine"):
-        strategies: list[Strategy | None] = [getattr(cell, kind) for cell in cells]
+        by_id = {id(strategy): strategy for cell in cells if (strategy := getattr(cell, kind)) is not None}
+        measured = {id(getattr(cell, kind)) for cell in cells if kind == "engine" or not cell.is_baseline}
         variants: dict[str, dict[str, dict[str, Any]]] = {}  # by title: configs by their JSON
-        for cell, strategy in zip(cells, strategies, strict=True):
-            if strategy is not None and (kind == "engine" or not cell.is_baseline):
+        for number, strategy in by_id.items():
+            if number in measured:
                 variants.setdefault(strategy.title, {})[json.dumps(strategy.config)] = strategy.config
         values: dict[str, dict[str, set[str]]] = {}  # by title and key: JSON values, null if missing
         for title, configs in variants.items():
             keys = {key for config in configs.values() for key in config}
             values[title] = {key: {json.dumps(config.get(key)) for config in configs.values()} for key in keys}
-        for i, strategy in enumerate(strategies):
-            if strategy is None:
-                continue
-            label, config = strategy.title, strategy.config
-            option_values = values.get(label, {})
-            set_keys = {key: value for key, value in config.items() if value is not None}
-            differ = [key for key, value in set_keys.items() if option_values.get(key, set()) - {json.dumps(value)}]
+        for number, strategy in by_id.items():
+            label, others = strategy.title, values.get(strategy.title, {})
+            config = {key: value for key, value in strategy.config.items() if value is not None}
+            differ = [key for key, value in config.items() if others.get(key, set()) - {json.dumps(value)}]
             label += "".join(f" {key}={_shown(config[key])}" for key in differ)
-            cells[i] = cells[i].model_copy(update={kind: strategy.model_copy(update={"label": label})})
+            by_id[number] = strategy.model_copy(update={"label": label})
+        cells = [cell.model_copy(update={kind: by_id.get(id(getattr(cell, kind)))}) for cell in cells]
     return cells
 
 
