@@ -57,6 +57,10 @@ manager().broken_plugins = [one for one in manager().broken_plugins if one.provi
 os.environ["CROSSDRAFT_OPENVINO"] = "0"  # converting takes longer than a test; the companion's tests switch it on
 torch.set_num_threads(1)  # the models are tiny: threads cost more than they gain
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # and those of processes that tests start
+# In pytest's workers and other processes that start here, memory that glibc frees stays mapped: mapping large tensors
+# anew costs more than computing with them.
+for _name, _value in (("MMAP_MAX_", "0"), ("TRIM_THRESHOLD_", str(2**30)), ("TOP_PAD_", str(2**26))):
+    os.environ.setdefault(f"MALLOC_{_name}", _value)
 
 
 @pytest.fixture(scope="module")
