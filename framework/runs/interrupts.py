@@ -6,6 +6,7 @@ import _thread
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -76,8 +77,8 @@ def handled(handler: Callable[..., None], forget: Callable[[], None] = lambda: N
             old_hook(ignored)
             return
         forget()
-        # A signal now would be ignored again.
-        threading.Timer(0.01, send, (threading.main_thread().ident, numbers[0])).start()
+        # A signal now would be ignored again; starting a Timer waits, on a busy machine until it is over.
+        _thread.start_new_thread(lambda: (time.sleep(0.01), send(threading.main_thread().ident, numbers[0])), ())
 
     sys.unraisablehook = hook
     try:
