@@ -33,9 +33,16 @@ SAMPLING = Sampling(temperature=0)
 
 
 class Paced:
-    """Seconds of a pass by its rows."""
+    """Seconds of a step by its rows: at least these, and the mean of those that took longer on a busy machine."""
+
+    def __init__(self) -> None:
+        self.measured: dict[int, list[float]] = {}
 
     def seconds(self, batch_size: float, width: float, context: float) -> float:
+        return float(np.mean(self.measured.get(round(batch_size), [self.minimum(batch_size)])))
+
+    @staticmethod
+    def minimum(batch_size: float) -> float:
         return 0.04 + 0.01 * batch_size
 
 
@@ -45,28 +52,32 @@ class Free:
 
 
 @pytest.fixture
-def url(tmp_path: Path, monkeypatch: Any) -> Any:
-    """The address of ``crossdraft serve``, each of whose steps is as long as `Paced`."""
-    step = Decoder.step
+def server(tmp_path: Path, monkeypatch: Any) -> Any:
+    """The address of ``crossdraft serve``, and the seconds of its steps, which are those of `Paced` at least."""
+    step, pace = Decoder.step, Paced()
 
     def paced(decoder: Decoder) -> Any:
-        end = time.perf_counter() + Paced().seconds(decoder.occupied, 1, 0)
+        start, rows = time.perf_counter(), decoder.occupied
         result = step(decoder)
-        time.sleep(max(end - time.perf_counter(), 0))
+        time.sleep(max(start + pace.minimum(rows) - time.perf_counter(), 0))
+        pace.measured.setdefault(rows, []).append(time.perf_counter() - start)
         return result
 
     monkeypatch.setattr(Decoder, "step", paced)
     options = ("--target", str(save_model(tmp_path / "target")), "--slots", str(SLOTS), "--max-new-tokens", str(TOKENS))
     drafter = f"{{name: prompt-lookup, gamma: {GAMMA}, min_ngram: 1, max_ngram: 2}}"
     with serving(*options, "--drafter", drafter) as running:
-        yield running.url
+        yield running.url, pace
 
 
-def measured(url: str, prompts: list[list[int]], arrivals: np.ndarray) -> tuple[list[ServedResponse], dict[str, float]]:
-    cell: Any = SimpleNamespace(sampling=SAMPLING, gamma=GAMMA)
+def measured(server: Any, prompts: list[list[int]], arrivals: np.ndarray) -> list[ServedResponse]:
+    """Responses to requests that are sent at ``arrivals``, or when the machine lets them."""
+    url, pace = server
+    cell: Any = SimpleNamespace(sampling=SAMPLING, gamma=GAMMA, end_tokens=(), vocab_size=None)
     client = OpenAiServer(OpenAiServer.Config(url=url, token_ids=True), cell, Path())
     client.url = url
     client.complete(prompts[0], 4)
+    pace.measured.clear()  # first steps allocate
     responses: dict[int, ServedResponse] = {}
     start = time.perf_counter()
 
@@ -79,26 +90,22 @@ def measured(url: str, prompts: list[list[int]], arrivals: np.ndarray) -> tuple[
         thread.start()
     for thread in threads:
         thread.join()
-    ordered = [responses[i] for i in range(len(prompts))]
-    first = np.array([r.steps[0].seconds for r in ordered])
-    last = np.array([r.steps[-1].seconds for r in ordered])
-    tokens = np.array([len(r.tokens) for r in ordered])
-    end = max(r.sent + r.steps[-1].seconds for r in ordered)
-    return ordered, {
-        "tokens_per_second": tokens.sum() / (end - start - arrivals[0]),
-        "token_seconds": (last - first).sum() / (tokens - 1).sum(),
-        "first_token_seconds": float(first.mean()),
-    }
+    return [responses[i] for i in range(len(prompts))]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.7, 1.5, 3.0])
-def test_simulation_agrees_with_server_of_known_steps(url: str, rate: float) -> None:
-    """Within 15 % in throughput and time per token, from arrivals, responses and step times only."""
+def test_simulation_agrees_with_server_of_known_steps(server: Any, rate: float) -> None:
+    """Within 15 % in throughput and time per token, from the times of arrival, the responses and the steps' seconds.
+
+    A busy machine delays requests and steps, in the simulation as in the server. What it delays besides, HTTP and the
+    loop around the steps, is not simulated: hence the limits.
+    """
     random = np.random.default_rng(0)
     prompts = [random.integers(3, 60, 8).tolist() for _ in range(24)]
-    arrivals = random.exponential(1 / rate, len(prompts)).cumsum()
-    responses, real = measured(url, prompts, arrivals)
+    responses = measured(server, prompts, random.exponential(1 / rate, len(prompts)).cumsum())
+    sent, tokens = np.array([r.sent for r in responses]), np.array([len(r.tokens) for r in responses])
+    first, last = (np.array([r.steps[i].seconds for r in responses]) for i in (0, -1))
     drafter = f"{{name: prompt-lookup, gamma: {GAMMA}, min_ngram: 1, max_ngram: 2}}"
     (candidate,) = candidates_of([drafter], ["token"], (GAMMA,), sampling=SAMPLING, target="")
     pool = read_pool(
@@ -110,14 +117,17 @@ def test_simulation_agrees_with_server_of_known_steps(url: str, rate: float) -> 
         start=0,
     )
     assert pool.tokens_per_step[GAMMA] > 1.1
-    cost = StepCost(Paced(), prefill=Free(), padded=True, separate=True)
-    requests = [
-        SimulatedRequest(Arrival(float(t)), item, random) for t, item in zip(arrivals, pool.responses, strict=True)
-    ]
+    pace = server[1]
+    cost = StepCost(pace, prefill=Free(), padded=True, separate=True)
+    order = np.argsort(sent)
+    requests = [SimulatedRequest(Arrival(sent[i] - sent.min()), pool.responses[i], random) for i in order]
     counts = simulate(requests, LengthSchedule("", ((1, GAMMA),)), cost, EngineSettings(SLOTS, first_token=False))
     assert counts.rows == sum(len(r.steps) for r in responses)
     times = RequestTimes.of(requests, counts)
-    assert times.tokens.sum() / times.seconds == pytest.approx(real["tokens_per_second"], rel=0.15)
-    assert times.later.sum() / (times.tokens - 1).sum() == pytest.approx(real["token_seconds"], rel=0.15)
-    # HTTP, the prefill and threads that wait for a processor are not simulated.
-    assert 0 < real["first_token_seconds"] - times.first.mean() < 0.1
+    throughput = tokens.sum() / ((sent + last).max() - sent.min())
+    assert times.tokens.sum() / times.seconds == pytest.approx(throughput, rel=0.15)
+    assert times.later.sum() / (times.tokens - 1).sum() == pytest.approx(
+        (last - first).sum() / (tokens - 1).sum(), rel=0.15
+    )
+    # HTTP, the prefill and threads that wait for a processor: of most requests less than two steps.
+    assert 0 < np.median(first[order] - times.first) < 2 * pace.minimum(SLOTS)
