@@ -4,8 +4,8 @@ import json
 import os
 import random
 import signal
+import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,13 @@ from tqdm import tqdm
 from crossdraft.framework.cli import main as cli
 
 
-def start(argv: list[str]) -> int:
-    """The process that runs the command; a fork, which has imported everything."""
+def start(argv: list[str], calls: Path, kill_at: int = 0) -> int:
+    """The process that runs the command; a fork, which has imported everything.
+
+    Args:
+        calls: file for the number of Python functions that the main thread called.
+        kill_at: number of the call before which the system kills the process; 0 = none.
+    """
     process = os.fork()
     if process:
         return process
@@ -27,7 +32,19 @@ def start(argv: list[str]) -> int:
         os.dup2(nothing, 1)
         os.dup2(nothing, 2)
         tqdm.set_lock(threading.RLock())  # its own is shared with forks, and would stay locked after a kill
-        os._exit(cli.main(argv))
+        number = 0
+
+        def count(frame: Any, event: str, _: Any) -> None:
+            nonlocal number
+            number += event in ("call", "c_call")
+            if number == kill_at > 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.setprofile(count)
+        status = cli.main(argv)
+        sys.setprofile(None)
+        calls.write_text(str(number), encoding="utf-8")
+        os._exit(status)
     finally:
         os._exit(70)
 
@@ -50,19 +67,16 @@ def test_killed_and_started_again_it_ends_as_it_would_have(kind: str, on_disk: P
     argv = ["train", kind, "--target", str(on_disk), "--dtype", "float32", "--tokens", "80", "--max-response", "5"]
     argv += ["--questions", str(on_disk / "questions.jsonl"), "--write-batch", "8", "--temperatures", "1,0"]
     argv += ["--epochs", "2", "--batch-tokens", "60", "--save-minutes", "0", "--measure", "none", "--held-out", "0.2"]
-    began = time.perf_counter()
-    assert os.waitpid(start([*argv, "--out", str(tmp_path / "whole")]), 0)[1] == 0
-    took = time.perf_counter() - began
-    whole = ended(tmp_path / "whole")
-    clock, kills = random.Random(0), 0
+    calls = tmp_path / "calls"
+    assert os.waitpid(start([*argv, "--out", str(tmp_path / "whole")], calls), 0)[1] == 0
+    whole, every = ended(tmp_path / "whole"), int(calls.read_text(encoding="utf-8"))
+    chance, kills = random.Random(0), 0
     for attempt in range(8):
         out = tmp_path / str(attempt)
         for _ in range(1 + attempt % 3):
-            process = start([*argv, "--out", str(out)])
-            time.sleep(took * clock.random())
-            os.kill(process, signal.SIGKILL)
+            process = start([*argv, "--out", str(out)], calls, chance.randint(1, every))
             kills += os.waitpid(process, 0)[1] == signal.SIGKILL
-        assert os.waitpid(start([*argv, "--out", str(out)]), 0)[1] == 0
+        assert os.waitpid(start([*argv, "--out", str(out)], calls), 0)[1] == 0
         texts, log, tensors = ended(out)
         assert (texts, log) == whole[:2], attempt
         assert tensors.keys() == whole[2].keys()
