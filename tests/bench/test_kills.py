@@ -5,7 +5,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,49 @@ MOMENTS = 50
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
 
-def start(recipe: str, out: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "crossdraft", "run", recipe, "--out", str(out), "--quiet"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CROSSDRAFT_CACHE": str(out.parent / "cache")}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, text=True, stdout=pipe, stderr=pipe, env=environment)
+#: Run the command line; at the n-th call of a function, Python's or C's, by the main thread, it gets a signal. Modules
+#: that an earlier run imported are imported before: one whose import is interrupted may crash at the end of Python.
+COMMAND = """
+import importlib, json, os, sys
+from contextlib import suppress
+from pathlib import Path
+from crossdraft.framework.cli.main import main
+
+moment, number, file, calls = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), 0
+del sys.argv[1:4]
+modules = file.with_suffix(".modules")
+for name in json.loads(modules.read_text()) if modules.exists() else ():
+    with suppress(Exception):
+        importlib.import_module(name)
+
+def count(frame, event, _):
+    global calls
+    if event in ("call", "c_call"):
+        calls += 1
+        if calls == moment:
+            os.kill(os.getpid(), number)
+
+sys.setprofile(count)
+try:
+    status = main()
+finally:
+    sys.setprofile(None)
+    file.write_text(str(calls))
+if not moment:
+    modules.write_text(json.dumps(list(sys.modules)))
+sys.exit(status)
+"""
+
+
+def start(recipe: str, folder: Path, moment: int = 0, number: int = 0) -> tuple[int, str, int]:
+    """Exit status, errors and calls of a run that gets a signal at a moment; calls are 0 if it was killed."""
+    file = folder / "calls.txt"
+    file.unlink(missing_ok=True)
+    command = [sys.executable, "-c", COMMAND, str(moment), str(number), str(file), "run", recipe]
+    command += ["--out", str(folder / "runs"), "--quiet"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CROSSDRAFT_CACHE": str(folder / "cache")}
+    run = subprocess.run(command, text=True, capture_output=True, env=environment)
+    return run.returncode, run.stderr, int(file.read_text(encoding="utf-8")) if file.exists() else 0
 
 
 def pieces(out: Path) -> int:
@@ -37,40 +74,32 @@ def outputs(tmp_path: Path) -> dict[str, Any]:
 
 def test_killed_at_many_moments(tmp_path: Path, models: dict[str, str], recipe_file: Any, write_prompts: Any) -> None:
     recipe = recipe_file(RECIPE.format(prompts=write_prompts(tmp_path / "prompts.jsonl"), **models))
-    began = time.monotonic()
-    whole = start(recipe, tmp_path / "runs")
-    assert whole.wait() == 0
-    seconds = time.monotonic() - began
-    expected = outputs(tmp_path)
-    (tmp_path / "runs").rename(tmp_path / "undisturbed")
+    for name in ("importing", "undisturbed"):
+        status, err, calls = start(recipe, tmp_path)
+        assert status == 0, err
+        expected = outputs(tmp_path)
+        (tmp_path / "runs").rename(tmp_path / name)
 
     kills, steps, unhandled, chance = 0, 0, 0, random.Random(0)
     while kills < MOMENTS:
-        kept, before = 0, kills
+        kept = 0
         while True:
-            began = time.monotonic()
-            run = start(recipe, tmp_path / "runs")
-            try:
-                run.wait(chance.uniform(0.3, 1.0) * seconds if kills < MOMENTS else None)
-            except subprocess.TimeoutExpired:
-                number = SIGNALS[kills % len(SIGNALS)]
-                run.send_signal(number)
-                _, err = run.communicate(timeout=60)
-                assert "Traceback" not in err, err
-                # Python remembers a KeyboardInterrupt inside of `eval`, and ends by SIGINT: 130 in a shell. Before
-                # the handlers are set and beyond the last line a signal ends the process, or has no effect.
-                if number != signal.SIGKILL and run.returncode not in (130, -signal.SIGINT):
-                    assert run.returncode in (0, -number), err
-                    unhandled += 1
-                kills += 1
-                now = pieces(tmp_path / "runs")
-                assert now >= kept, "a finished piece was lost"
-                kept = now
-                continue
-            assert run.returncode == 0, run.communicate()[1]
-            if before == kills:
-                seconds = time.monotonic() - began  # the load of the machine changes
-            break
+            moment = chance.randint(1, calls) if kills < MOMENTS else 0
+            number = SIGNALS[kills % len(SIGNALS)]
+            status, err, ended_after = start(recipe, tmp_path, moment, number)
+            if not moment or 0 < ended_after < moment:  # it ended before the moment came
+                assert status == 0, err
+                break
+            assert "Traceback" not in err, err
+            # Python remembers a KeyboardInterrupt inside of `eval`, and ends by SIGINT: 130 in a shell. Before
+            # the handlers are set and beyond the last line a signal ends the process, or has no effect.
+            if number != signal.SIGKILL and status not in (130, -signal.SIGINT):
+                assert status in (0, -number), err
+                unhandled += 1
+            kills += 1
+            now = pieces(tmp_path / "runs")
+            assert now >= kept, "a finished piece was lost"
+            kept = now
         assert outputs(tmp_path) == expected
         assert not [path for path in (tmp_path / "runs").glob("*/cells/.*")]
         (tmp_path / "runs").rename(tmp_path / f"round {steps}")
