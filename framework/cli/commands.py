@@ -26,14 +26,9 @@ _COMMANDS = {
 
 @hookimpl
 def crossdraft_register_commands(register: Register) -> None:
-    package = __package__ or ""
     for heading, commands in _COMMANDS.items():
         for name, (place, summary) in commands.items():
-            module, colon, attribute = place.rpartition(":")
-            if not colon:  # a module with add_arguments and main
-                *parents, attribute = place.split(".")
-                module = ".".join(parents)
-            reference = f"{package}.{module}".rstrip(".") + f":{attribute}"
+            reference = f"{__package__}.{place}"
             if name == "cost" and find_spec("crossdraft_advisor"):  # with the roofline model of other machines
                 reference = "crossdraft_advisor.commands.cost:CostAnywhere"
             register(name, reference, summary, heading)
