@@ -120,7 +120,10 @@ MISTAKES = {
         "tests/metrics/test_cell_metrics.py",
     ),
     "shorter-drafts-not-eased": Mistake(
-        "framework/metrics/shorter_drafts.py", "_EASE = 0.4", "_EASE = -0.4", "tests/benchmarks/test_shorter_drafts.py"
+        f"{ADVISOR}/crossdraft_advisor/shorter_drafts.py",
+        "_EASE = 0.4",
+        "_EASE = -0.4",
+        f"{ADVISOR}/tests/test_shorter_drafts.py",
     ),
     "pays-up-to-the-least": Mistake(
         "framework/report/batch_sizes.py", "last == max(measured", "last == min(measured", "tests/report"

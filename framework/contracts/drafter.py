@@ -72,7 +72,7 @@ class DraftTraits:
             from the longest. False for drafts that are tokenised after drafting.
         shortenable: the draft is a chain whose tokens are drafted one after another, so that the acceptance of a token
             hardly depends on where its step started, and gamma is only their maximum number. The acceptance of shorter
-            drafts then follows from counters of longer ones (`metrics.shorter_drafts`). False for blocks drafted in one
+            drafts then follows from counters of longer ones (crossdraft-advisor). False for blocks drafted in one
             pass, trees, and lengths that a policy sets.
         always_drafts: every step with room for a draft has one.
         waits: maximum number of times that drafting a step waits for the device (``.item()``, ``.tolist()``), beyond

@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy import stats
 
-from ..errors import UsageError
-from ..metrics.shorter_drafts import shorter_drafts
 from .curve import Curve
 
 
@@ -89,41 +87,6 @@ class CellStatistics:
             widths=widths,
             draft_seconds=self.draft_seconds * ratio,
             other_seconds=self.other_seconds * ratio,
-        )
-
-    def cut(self, gamma: int) -> CellStatistics:
-        """Return the same pair with chains of at most ``gamma`` tokens, by the model of `metrics.shorter_drafts`.
-
-        Raises:
-            UsageError: ``gamma`` exceeds the measured length, or the drafts are trees.
-        """
-        if max(self.widths) > len(self.acceptance):
-            raise UsageError(
-                f"drafts of {max(self.widths)} nodes and depth {len(self.acceptance)} are trees; "
-                "only chains can be truncated to another gamma"
-            )
-        if gamma > len(self.acceptance):
-            raise UsageError(
-                f"acceptance was measured for drafts of up to {len(self.acceptance)} tokens, not {gamma}; "
-                f"run a cell with gamma {gamma}"
-            )
-        if gamma == len(self.acceptance):
-            return self
-        acceptance = tuple(shorter_drafts(np.array(self.acceptance), gamma).tolist())
-        tokens_per_step = self.tokens_per_step + sum(acceptance) - sum(self.acceptance)
-        widths: dict[float, float] = {}
-        for nodes, share in self.widths.items():
-            widths[min(nodes, gamma)] = widths.get(min(nodes, gamma), 0.0) + share
-        longest = max(self.widths)
-        ratio = gamma / longest if longest > gamma else 1.0
-        return replace(
-            self,
-            tokens_per_step=tokens_per_step,
-            widths=widths,
-            passes=self.passes * ratio,
-            draft_seconds=self.draft_seconds * ratio,
-            acceptance=acceptance,
-            idle=self.idle * tokens_per_step / self.tokens_per_step,
         )
 
 

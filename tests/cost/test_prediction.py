@@ -4,7 +4,6 @@ import pytest
 from cost_curves import curve, seconds
 
 from crossdraft.framework.cost.prediction import CellStatistics, predict, schedule, stops_paying
-from crossdraft.framework.errors import UsageError
 
 
 def test_predicted_step_by_hand() -> None:
@@ -67,24 +66,6 @@ def test_another_batch_size() -> None:
     assert (cell.tokens_per_step, cell.passes) == (2.0, 3)
 
 
-def test_shorter_draft() -> None:
-    full = CellStatistics.chain(1, 4, 0.5, 100)
-    assert full.cut(2).tokens_per_step == pytest.approx(CellStatistics.chain(1, 2, 0.5, 100).tokens_per_step, rel=0.03)
-    assert full.cut(2).widths == {2: 1.0}
-    assert full.cut(4) == full
-    mixed = CellStatistics(
-        1, 1, 1.9, {0: 0.25, 1: 0.25, 4: 0.5}, 100, draft_seconds=8, acceptance=(0.5, 0.25, 0.1, 0.1)
-    )
-    cut = mixed.cut(1)
-    assert cut.widths == {0: 0.25, 1: 0.75}
-    assert cut.tokens_per_step == pytest.approx(1.9 - 0.45 + (cut.acceptance[0] - 0.5))  # an end inside stays an end
-    assert cut.draft_seconds == 2
-    with pytest.raises(UsageError, match="up to 4 tokens, not 5; run a cell with gamma 5"):
-        full.cut(5)
-    with pytest.raises(UsageError, match="are trees; only chains can be truncated"):
-        CellStatistics(1, 1, 2.0, {12: 1.0}, 100, acceptance=(0.6, 0.4)).cut(1)
-
-
 def test_lengths_that_pay_best_by_hand() -> None:
     """T(B, W) = 10 + 2 B W + B, free drafts, acceptance 1/2: at B = 1 two tokens, 1.75 x 13 / 17, then one."""
     result = schedule(0.5, 4, curve(), None, [8, 1, 2, 100], 100)
@@ -107,7 +88,4 @@ def test_rows_of_an_engine_draft_independently() -> None:
     cell = CellStatistics(1, 1, 1.5, {4: 1.0}, 100, acceptance=(0.2, 0.1, 0.1, 0.1), idle=0.75)
     assert cell.at(1).widths == pytest.approx({0: 0.75, 4: 0.25})
     assert cell.at(2).widths == pytest.approx({0: 9 / 16, 2: 6 / 16, 4: 1 / 16})
-    cut = cell.cut(2)  # as many steps without a draft, of more steps
-    assert cut.idle == pytest.approx(0.75 * cut.tokens_per_step / 1.5)
-    assert cut.at(2).widths[2] == pytest.approx((1 - cut.idle) ** 2)
     assert cell.plain().at(2).widths == {0: 1.0}

@@ -30,7 +30,7 @@ from crossdraft.runs import CellConfig, CellResult, CostCurve, Curve, Metrics, g
 
 from ..cost.step_cost import SpeedPoint, StepCost, published_prior, speed_up_of
 from ..engines.acceptance import UNKNOWN_PAIR, Acceptance
-from .shorter_drafts import not_shortenable, shorter_refusal
+from .shorter_drafts import cut, not_shortenable, shorter_refusal
 
 #: Half of the 95 % interval of the logarithm of a ratio of measured passes: in a run with 15 pairs, they differ from
 #: measured speed-ups by up to 8 % (docs/cost.md).
@@ -107,7 +107,7 @@ class Candidate:
         cell = _nearest(self.steps, batch_size)
         if gamma != self.acceptance.gamma:
             self.acceptance.cut(gamma)  # or refuse it
-            cell = cell.cut(gamma)
+            cell = cut(cell, gamma)
         return cell
 
     def _passes(self, batch_size: int, gamma: int, context: float | None) -> float:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from crossdraft import DraftTraits, VerifierTraits
+from dataclasses import replace
+
+import numpy as np
+
+from crossdraft import DraftTraits, UsageError, VerifierTraits
+from crossdraft.framework.cost.prediction import CellStatistics
 from crossdraft.runs import CellConfig
+
+from ..shorter_drafts import shorter_drafts
 
 
 def shorter_refusal(config: CellConfig) -> str:
@@ -21,3 +28,39 @@ def not_shortenable(drafter: str, draft: DraftTraits, verifier: str, traits: Ver
     else:
         return ""
     return f"{reason}; measure each length: a log or a scrape with each, or crossdraft run with gamma: [1, 2, ...]"
+
+
+def cut(cell: CellStatistics, gamma: int) -> CellStatistics:
+    """The same pair with chains of at most ``gamma`` tokens, by the model of `shorter_drafts`.
+
+    Raises:
+        UsageError: ``gamma`` exceeds the measured length, or the drafts are trees.
+    """
+    if max(cell.widths) > len(cell.acceptance):
+        raise UsageError(
+            f"drafts of {max(cell.widths)} nodes and depth {len(cell.acceptance)} are trees; "
+            "only chains can be truncated to another gamma"
+        )
+    if gamma > len(cell.acceptance):
+        raise UsageError(
+            f"acceptance was measured for drafts of up to {len(cell.acceptance)} tokens, not {gamma}; "
+            f"run a cell with gamma {gamma}"
+        )
+    if gamma == len(cell.acceptance):
+        return cell
+    acceptance = tuple(shorter_drafts(np.array(cell.acceptance), gamma).tolist())
+    tokens_per_step = cell.tokens_per_step + sum(acceptance) - sum(cell.acceptance)
+    widths: dict[float, float] = {}
+    for nodes, share in cell.widths.items():
+        widths[min(nodes, gamma)] = widths.get(min(nodes, gamma), 0.0) + share
+    longest = max(cell.widths)
+    ratio = gamma / longest if longest > gamma else 1.0
+    return replace(
+        cell,
+        tokens_per_step=tokens_per_step,
+        widths=widths,
+        passes=cell.passes * ratio,
+        draft_seconds=cell.draft_seconds * ratio,
+        acceptance=acceptance,
+        idle=cell.idle * tokens_per_step / cell.tokens_per_step,
+    )

@@ -10,7 +10,7 @@ from crossdraft.framework.cost.finished_cells import statistics
 from crossdraft.framework.cost.prediction import CellStatistics
 from crossdraft.runs import pair_title, read_run
 
-from ..advise.shorter_drafts import shorter_refusal
+from ..advise.shorter_drafts import cut, shorter_refusal
 from .costs import MachineOptions
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -64,7 +64,7 @@ def _pairs(options: CostAnywhere, context: float) -> tuple[dict[str, CellStatist
         if options.gamma is not None and options.gamma != len(cell.acceptance):
             if refusal := shorter_refusal(result.config):
                 raise UsageError(f"--gamma {options.gamma}: {refusal}")
-            cell = cell.cut(options.gamma)
+            cell = cut(cell, options.gamma)
         config = result.config
         name = f"pair {len(pairs) + 1}"
         settings = f"temperature {config.sampling.temperature:g}, batch size {config.batch_size}"

@@ -8,10 +8,10 @@ import numpy as np
 from scipy.special import logit
 
 from crossdraft import UsageError
-from crossdraft.framework.metrics.shorter_drafts import shorter_drafts
 
 from ..engines.acceptance import Acceptance, conditional_rates
 from ..engines.formats import CounterSource
+from ..shorter_drafts import shorter_drafts
 from .hypothesis import Counts, Hypothesis, Level, Shift, Walk
 
 #: Conditional acceptance rates of drafters that are sound, weak, without effect, and behind a cliff.

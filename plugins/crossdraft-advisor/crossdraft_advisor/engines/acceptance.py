@@ -20,8 +20,9 @@ import numpy as np
 from scipy import optimize
 
 from crossdraft import MOST_LEVELS, Estimate, UsageError
-from crossdraft.framework.metrics.shorter_drafts import by_runs, shorter_drafts
 from crossdraft.runs import LEAST_PIECES, Noise, bounded_estimate, counted, estimate, half_width
+
+from ..shorter_drafts import by_runs, shorter_drafts
 
 #: Standard deviation of the relative error of `shorter_drafts`: this share of its correction of a plain cut, and this
 #: much times the share of the draft that is left out (`benchmarks/shorter_drafts.py`, docs/advise.md).
@@ -128,7 +129,7 @@ class Acceptance:
         return tuple(conditional_rates(np.array(self.marginal)).tolist())
 
     def cut(self, gamma: int) -> Acceptance:
-        """Acceptance with drafts of at most ``gamma`` tokens, by the model of `metrics.shorter_drafts`.
+        """Acceptance with drafts of at most ``gamma`` tokens, by the model of `shorter_drafts`.
 
         Raises UsageError if ``gamma`` exceeds the measured one, or ``refusal`` is set.
         """

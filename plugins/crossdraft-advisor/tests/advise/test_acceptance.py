@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 from crossdraft_advisor.engines.acceptance import Acceptance
+from crossdraft_advisor.shorter_drafts import by_runs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.metrics.shorter_drafts import by_runs
 
 RATES = st.lists(st.floats(0.01, 1), min_size=1, max_size=8)
 

@@ -12,6 +12,7 @@ from crossdraft_advisor import Acceptance, AcceptanceFormat, Engine
 from crossdraft_advisor.advise.candidates import of_pair
 from crossdraft_advisor.cost.tables import read_cost_table
 from crossdraft_advisor.engines.acceptance import UNKNOWN_PAIR
+from crossdraft_advisor.shorter_drafts import shorter_drafts
 from engine_schemas import LlamaCpp, vllm
 from test_imports import SGLANG_LOG, VLLM_LOG, VLLM_SCRAPE
 
@@ -20,7 +21,6 @@ from crossdraft.framework import plugins
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import UsageError
-from crossdraft.framework.metrics.shorter_drafts import shorter_drafts
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA |= {"num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 512}

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from crossdraft_advisor.shorter_drafts import shorter_drafts
 
-from crossdraft.framework.metrics.shorter_drafts import shorter_drafts
-
-FILE = Path(__file__).parents[2] / "benchmarks" / "published" / "rates.csv"
+FILE = Path(__file__).parents[3] / "benchmarks" / "published" / "rates.csv"
 
 
 def rates() -> dict[tuple[str, str], dict[int, np.ndarray]]:
