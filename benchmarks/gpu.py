@@ -1,10 +1,10 @@
-"""Measurements on a GPU, in commands of at most ten minutes: every row is written when it is done, and a rerun resumes.
+"""Measurements on a GPU that may end at any time: every row is written when it is done, and a rerun resumes.
 
-    python benchmarks/gpu.py [--parts passes strategies ...] [--out gpu-report] [--seconds 540]
+    timeout 540 python benchmarks/gpu.py [--parts passes strategies ...] [--out gpu-report]
     python benchmarks/gpu.py --device cpu --tiny        # a rehearsal: its numbers mean nothing
 
 Rows go to ``OUT/rows.jsonl``, with the device and the versions, and as tables to ``OUT/report.md``. Rows that are there
-are not measured again; one that failed or ran out of time is. docs/gpu.md has the order of the parts, what they need
+are not measured again; one that failed or was not finished is. docs/gpu.md has the order of the parts, what they need
 and what to bring back.
 
     passes      plain passes over one token and a chain of five, with transformers' layers, fused ones
@@ -25,12 +25,10 @@ import gc
 import importlib.util
 import json
 import os
-import signal
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
@@ -83,10 +81,6 @@ REPEATS, WARM_UP, STEPS = 5, 2, 16
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
 
 
-class OutOfTime(BaseException):
-    """The time of the command is over. Not an Exception, so that nothing in the loop catches it."""
-
-
 class Report:
     """Rows in ``rows.jsonl`` and ``report.md`` of ``folder``, written one by one.
 
@@ -126,22 +120,6 @@ class Report:
         return "\n\n".join(sections) + "\n"
 
 
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise OutOfTime in the block after ``seconds``."""
-
-    def expire(*_: Any) -> None:
-        raise OutOfTime
-
-    previous = signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-
-
 class Bench:
     """Options, models (one of a size at a time), and what all parts measure with."""
 
@@ -149,7 +127,6 @@ class Bench:
         self.args, self.device = args, pick_device(args.device)
         self.cuda = self.device.type == "cuda"
         self.new, self.length = (12, 8) if args.tiny else (args.max_new_tokens, 128)
-        self.deadline = time.monotonic() + args.seconds
         self._models: dict[str, LoadedModel] = {}
 
     @property
@@ -401,7 +378,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--gamma", type=int, default=4, help="draft length")
-    parser.add_argument("--seconds", type=float, default=540, help="time of the command")
     parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="folder of the rows and the cost curves")
     args = parser.parse_args(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -412,25 +388,21 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run_parts(bench: Any, report: Report, parts: dict[str, Callable[[Any], Rows]]) -> bool:
-    """Measure the rows that the report lacks; False if some are missing or failed at the end."""
+    """Measure the rows that the report lacks; False if some failed."""
     complete = True
-    try:
-        with time_limit(bench.deadline - time.monotonic()):
-            for part, rows in parts.items():
-                for key, measure in rows(bench):
-                    if report.has(part, key):
-                        continue
-                    print(f"{part} {' '.join(map(str, key.values()))}", flush=True)
-                    start = time.monotonic()
-                    try:
-                        values = measure()
-                        report.add(part, key, values=values, seconds=round(time.monotonic() - start, 1))
-                    except Exception as error:  # the other rows still run
-                        complete = False
-                        line = str(error).strip().partition("\n")[0][:300]
-                        report.add(part, key, error=f"{type(error).__name__}: {line}")
-    except OutOfTime:
-        return False
+    for part, rows in parts.items():
+        for key, measure in rows(bench):
+            if report.has(part, key):
+                continue
+            print(f"{part} {' '.join(map(str, key.values()))}", flush=True)
+            start = time.monotonic()
+            try:
+                values = measure()
+                report.add(part, key, values=values, seconds=round(time.monotonic() - start, 1))
+            except Exception as error:  # the other rows still run
+                complete = False
+                line = str(error).strip().partition("\n")[0][:300]
+                report.add(part, key, error=f"{type(error).__name__}: {line}")
     return complete
 
 

@@ -109,33 +109,17 @@ class _Enough(Exception):
     """Raised to end a decoder after the last step."""
 
 
-def steps(decoder: Decoder, prompts: list[list[int]], step_count: int, each: Callable[[Callable], Any]) -> None:
-    """Run ``step_count`` steps with every slot occupied, each through the callback ``each``."""
-    count, own = 0, decoder.step
-
-    def counted() -> Any:
-        nonlocal count
-        if count == step_count:
-            raise _Enough
-        count += 1
-        return each(own)
-
-    decoder.step = counted
-    # As many prompts as the steps could finish, so that no slot stays empty.
-    with suppress(_Enough):
-        for _ in decoder.run(list(islice(cycle(prompts), decoder.target.batch_size * (step_count + 1)))):
-            pass
-
-
 def measure(decoder: Decoder, prompts: list[list[int]], step_count: int) -> dict:
-    """Medians over the steps: ``ms`` of a step; per cent of it in ``passes`` and, outside them, by phase."""
-    results, clocks = [], clocks_of(decoder)
+    """Medians over steps with every slot occupied: ``ms``; per cent of it in ``passes`` and, outside them, by phase."""
+    results, clocks, own, maximum = [], clocks_of(decoder), decoder.step, WARM_UP + step_count
 
-    def timed(make: Callable) -> Any:
+    def timed() -> Any:
+        if len(results) == maximum:
+            raise _Enough
         before = dict(decoder.stopwatch.seconds)
         for clock in clocks:
             clock.take()
-        out = make()
+        out = own()
         seconds = decoder.stopwatch.seconds
         spent = {phase: seconds[phase] - before[phase] for phase in PHASES}
         passes = {"target": clocks[0].take(), "draft": clocks[1].take()}
@@ -145,9 +129,12 @@ def measure(decoder: Decoder, prompts: list[list[int]], step_count: int) -> dict
         results.append({"ms": 1e3 * total, **inside, **outside, "outside": sum(outside.values())})
         return out
 
+    decoder.step = timed
     try:
-        steps(decoder, prompts, step_count + WARM_UP, timed)
+        with suppress(_Enough):  # as many prompts as the steps could finish, so that no slot stays empty
+            list(decoder.run(list(islice(cycle(prompts), decoder.target.batch_size * (maximum + 1)))))
     finally:
+        decoder.step = own
         for clock in clocks:
             clock.close()
     kept = results[WARM_UP:]
