@@ -15,6 +15,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from contextlib import redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,13 @@ import numpy as np
 from crossdraft_advisor import ServedCell
 from crossdraft_advisor.diagnosis.matching import UNLISTED
 from crossdraft_advisor.engines.engine_cell import without_weights
-from safetensors.torch import load_file, save_file
-from tiny_heads import LAYERS, TOKENS, VOCABULARY, prompts, save_head, save_target, texts_of, train_head
+from safetensors.torch import load_file
+from tiny_heads import LAYERS, TOKENS, VOCABULARY, prompts, save_head, save_target, texts_of, train_head, written
 
 from crossdraft import Sampling, load_model
 from crossdraft.framework import plugins
 from crossdraft.framework.cli.main import main as crossdraft
+from crossdraft.models import load_checkpoint
 
 REQUESTS, GAMMA, STEPS = 32, 3, 300
 #: Seed of the prompts; copies of their greedy responses among 512 sampled ones, in training.
@@ -66,14 +68,10 @@ def pair(out: Path) -> tuple[Path, Path]:
 def damaged(head: Path, path: Path, changes: Mapping[str, Any]) -> Path:
     """A copy of the head, damaged."""
     shutil.rmtree(path, ignore_errors=True)
-    shutil.copytree(head, path)
-    tensors = load_file(path / "model.safetensors")
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    config |= {key: value for key, value in changes.items() if value is not None}
-    kept = {name: tensor for name, tensor in tensors.items() if name not in changes}
-    save_file(kept, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return path
+    heads = load_checkpoint(str(head))
+    config = heads.config | {key: value for key, value in changes.items() if value is not None}
+    tensors = {name: tensor for name, tensor in heads.tensors.items() if name not in changes}
+    return Path(written(replace(heads, config=config, tensors=tensors), path))
 
 
 def for_vllm(python: str, target: Path, head: Path) -> tuple[dict[str, Any], list[str]]:

@@ -42,13 +42,12 @@ from crossdraft_advisor.engines.counter_definitions import DEFINITIONS
 from crossdraft_advisor.replay.engine_counts import EngineCounts
 from crossdraft_advisor.replay.response import Response
 from crossdraft_advisor.replay.teacher_forcing.lazy_models import Target
-from safetensors.torch import save_file
 from tabulate import tabulate
 from tiny_drafters import KINDS, Kind, save_chat_target
-from tiny_heads import TOKENS, texts_of
+from tiny_heads import TOKENS, texts_of, written
 from unlisted_faults import FAULTS
 
-from crossdraft import Checkpoint, CrossdraftError, Misconfiguration, Sampling, generate, load_model
+from crossdraft import CrossdraftError, Misconfiguration, Sampling, generate, load_model
 from crossdraft.models import configured, load_checkpoint
 
 #: Our decoder cuts drafts to the remaining tokens, as llama.cpp's server does.
@@ -196,13 +195,6 @@ class Servers:
                 path = written(self.heads.with_tensors(noise), Path(folder) / "model")
                 random = cls.Config(**config.model_dump(exclude_unset=True) | {"model": path})
                 yield f"{UNKNOWN}random weights", *self.decoded((cls, random), self.starts)
-
-
-def written(heads: Checkpoint, path: Path) -> str:
-    path.mkdir()
-    save_file({name: tensor.contiguous() for name, tensor in heads.tensors.items()}, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps(heads.config), encoding="utf-8")
-    return str(path)
 
 
 def measured(

@@ -113,27 +113,21 @@ class Servers:
         torch.manual_seed(2)
         near.lm_head.weight.data += 0.1 * torch.randn_like(near.lm_head.weight)
         near.save_pretrained(self.draft)
-        near_words = PreTrainedTokenizerFast.from_pretrained(str(folder / "target"))
-        near_words.save_pretrained(self.draft)
-        draws = np.random.default_rng(5).integers(0, VOCABULARY, (responses, 4))
-        self.prompts = draws.tolist()
+        self.target.tokenizer.save_pretrained(self.draft)
+        self.prompts = np.random.default_rng(5).integers(0, VOCABULARY, (responses, 4)).tolist()
         plain = generate(self.target, self.prompts, batch_size=100, **_GREEDY)
         self.texts = [[*prompt, *response.tokens] for prompt, response in zip(self.prompts, plain, strict=True)]
 
     def oracle(self, rng: np.random.Generator, rates: np.ndarray, mixed: float = 0.0) -> Acceptance:
         drafter = Oracle(self.texts, rates, mixed, rng)
-        return acceptance_of(
-            generate(self.target, self.prompts, drafter=drafter, batch_size=100, **_GREEDY), rates.shape[2]
-        )
+        responses = generate(self.target, self.prompts, drafter=drafter, batch_size=100, **_GREEDY)
+        return acceptance_of(responses, rates.shape[2])
 
     def model(self, temperature: float, seed: int, drafts: float | None) -> Acceptance:
         drafter = {"name": "draft-model", "model": self.draft, "gamma": 4, "temperature": drafts}
-        options = {"max_new_tokens": 24, "temperature": temperature, "ignore_eos": True, "verifier": "token"}
-        if temperature == 0:
-            options["verifier"] = "greedy"
-        return acceptance_of(
-            generate(self.target, self.prompts, drafter=drafter, batch_size=100, seed=seed, **options), 4
-        )
+        options = {"max_new_tokens": 24, "temperature": temperature, "ignore_eos": True, "seed": seed}
+        options["verifier"] = "token" if temperature else "greedy"
+        return acceptance_of(generate(self.target, self.prompts, drafter=drafter, batch_size=100, **options), 4)
 
     def of(self, fault: str, rng: np.random.Generator, seed: int) -> list[tuple[dict[str, int], Acceptance]]:
         """Circumstances and counters of one or two sources with ``fault``, by the name of its signature."""
@@ -142,9 +136,7 @@ class Servers:
         rates = rates_of(rng, count, gamma, level)
         other = rates_of(rng, count, gamma, level, -rng.uniform(1.2, 2.5))
         repeat = rates_of(rng, count, gamma, level)
-        if fault == "healthy":
-            pass
-        elif fault == "healthy, one to three tokens":
+        if fault == "healthy, one to three tokens":
             rates = rates_of(rng, count, int(rng.integers(1, 4)), rng.uniform(0.3, 3.5))
         elif fault == "lower at all positions":
             rates = rates_of(rng, count, gamma, rng.uniform(-2.2, -0.9))

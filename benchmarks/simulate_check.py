@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +65,6 @@ def served(args: argparse.Namespace, config: CellConfig) -> Iterator[EngineCell]
             cell.close()
 
 
-def closed_loop(cell: EngineCell, prompts: Sequence[list[int]], concurrency: int, maximum: int) -> list[ServedResponse]:
-    with ThreadPoolExecutor(concurrency) as pool:
-        return list(pool.map(lambda prompt: cell.server.complete(prompt, maximum), prompts))
-
-
 def open_loop(
     cell: EngineCell, prompts: Sequence[list[int]], arrivals: Sequence[float], maximum: int
 ) -> tuple[float, list[ServedResponse]]:
@@ -86,7 +82,9 @@ def measure_costs(
 ) -> list[CellResult]:
     results = []
     for b in args.concurrency:
-        responses = closed_loop(cell, prompts[: max(12, 3 * b)], b, args.max_new_tokens)
+        with ThreadPoolExecutor(b) as pool:  # a closed loop
+            complete = partial(cell.server.complete, max_tokens=args.max_new_tokens)
+            responses = list(pool.map(complete, prompts[: max(12, 3 * b)]))
         for i, response in enumerate(responses):
             cell._response(i, prompts[i], response)
         result = CellResult(config.model_copy(update={"batch_size": b}), pieces=[piece_of([responses], b)])
@@ -96,12 +94,6 @@ def measure_costs(
         result.metrics = True  # type: ignore[assignment]  # only its presence counts
         results.append(result)
     return results
-
-
-def capacity(results: Sequence[CellResult]) -> float:
-    """Requests per second of the widest closed loop."""
-    (piece,) = results[-1].pieces
-    return len(piece.requests) / (sum(piece.seconds.values()) + piece.tail_seconds)
 
 
 def run_server(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -127,7 +119,8 @@ def run_server(args: argparse.Namespace) -> list[dict[str, Any]]:
         for name, config in configs.items():
             with served(args, config) as cell:
                 costs[name] = [measure_costs(cell, config, prompts, args)]
-                maximum = capacity(costs[name][0])
+                (piece,) = costs[name][0][-1].pieces  # of the widest closed loop
+                maximum = len(piece.requests) / (sum(piece.seconds.values()) + piece.tail_seconds)
                 for load, chosen, gap in zip(args.loads, order, gaps, strict=True):
                     arrivals, before = gap / (load * maximum), (waited(), time.perf_counter())
                     sent = [prompts[i] for i in chosen]
@@ -162,8 +155,6 @@ def run_server(args: argparse.Namespace) -> list[dict[str, Any]]:
             }
             rows.append(row)
             print(json.dumps(row), flush=True)
-            if args.out:
-                args.out.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     return rows
 
 
@@ -240,7 +231,6 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--loads", type=lambda text: [float(x) for x in text.split(",")], default=[0.3, 0.6, 0.9])
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.concurrency = sorted({b for b in (1, 2, 4, 8, 16) if b < args.slots} | {args.slots})
     table = []

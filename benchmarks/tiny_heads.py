@@ -6,6 +6,7 @@ it has an own embedding, an own vocabulary, norms of the features, and rotates h
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from crossdraft import generate
+from crossdraft import Checkpoint, generate
 from crossdraft.heads import Eagle3Head, make_config
 
 VOCABULARY, DRAFTED, HIDDEN, HEADS, DEPTH = 128, 112, 64, 2, 4
@@ -46,21 +47,8 @@ DEEP = 0.7
 def save_target(path: Path, seed: int = 0) -> str:
     """A random Llama and a tokenizer of words, in float32."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
-        num_hidden_layers=DEPTH,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        head_dim=HIDDEN // HEADS,
-        max_position_embeddings=256,
-        initializer_range=0.12,
-        rope_theta=10_000.0,
-        bos_token_id=0,
-        eos_token_id=1,
-        tie_word_embeddings=False,
-    )
+    shape = SHAPE | {"num_hidden_layers": DEPTH, "initializer_range": 0.12, "rope_theta": 10_000.0}
+    config = LlamaConfig(**shape, bos_token_id=0, eos_token_id=1, tie_word_embeddings=False)
     model: Any = LlamaForCausalLM(config)
     with torch.no_grad():
         model.model.embed_tokens.weight *= 6.0
@@ -161,4 +149,11 @@ def save_head(head: Eagle3Head, path: Path) -> str:
     tensors: dict[str, Tensor] = load_file(file)
     tensors["embed_tokens.weight"] = head.embed_tokens.weight.detach().contiguous()
     save_file(tensors, file)
+    return str(path)
+
+
+def written(heads: Checkpoint, path: Path) -> str:
+    path.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in heads.tensors.items()}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(heads.config), encoding="utf-8")
     return str(path)

@@ -32,7 +32,7 @@ class Fault:
         return cls if self.mixin is object else type(cls.__name__, (self.mixin, cls), {})
 
 
-def changed(change: Callable[[Any], None]) -> type:
+def changed(change: Callable[[Any], Any]) -> type:
     """A base class whose instances apply ``change`` to their model."""
 
     class Changed:
@@ -55,15 +55,6 @@ def _permuted(rows: int, share: float) -> Tensor:
 def _other_tokenizer(model: Any) -> None:
     table = model.get_input_embeddings().weight
     table.copy_(table[_permuted(len(table), 0.15)])
-
-
-def _other_rotation(model: Any) -> None:
-    frequencies = model.model.rotary_emb.inv_freq
-    frequencies.copy_(frequencies**0.25)
-
-
-def _scaled_embedding(model: Any) -> None:
-    model.get_input_embeddings().weight.mul_(1.5)
 
 
 def _missing_layer(model: Any) -> None:
@@ -136,9 +127,9 @@ def _doubled(prompt: list[int]) -> list[int]:
 
 
 FAULTS = (
-    Fault("another base of the rotation", changed(_other_rotation), held_out=True),
+    Fault("another base of the rotation", changed(lambda lm: lm.model.rotary_emb.inv_freq.pow_(0.25)), held_out=True),
     Fault("another tokenizer", changed(_other_tokenizer)),
-    Fault("the embedding is scaled by 1.5", changed(_scaled_embedding)),
+    Fault("the embedding is scaled by 1.5", changed(lambda lm: lm.get_input_embeddings().weight.mul_(1.5))),
     Fault("a layer is missing", changed(_missing_layer)),
     Fault("a norm is dropped", changed(_dropped_norm)),
     Fault("attention is scaled twice", changed(_attention_scale), held_out=True),

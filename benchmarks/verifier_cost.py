@@ -113,12 +113,11 @@ class SyntheticLM:
 
 
 def seconds(run: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
-    if device.type != "cpu":
-        getattr(torch, device.type).synchronize()
+    wait = (lambda: None) if device.type == "cpu" else getattr(torch, device.type).synchronize
+    wait()
     start = time.perf_counter()
     out = run()
-    if device.type != "cpu":
-        getattr(torch, device.type).synchronize()
+    wait()
     return time.perf_counter() - start, out
 
 
