@@ -406,8 +406,6 @@ def _check(kind: str, name: str, registered: Any) -> None:
             raise ContractError(f"{quoted(registered)} is not a subclass of crossdraft.Command: no {missing[0]}")
     elif kind == "trackers" and not isinstance(registered, type):
         raise ContractError(f"a tracker is a class, not {quoted(registered)}")
-    elif kind == "recipes" and not (isinstance(registered, Path) and registered.is_file()):
-        raise ContractError(f"a recipe is the pathlib.Path of an existing file, not {registered!r}")
     elif kind == "models":
         from .contracts.models import ModelSource
 

@@ -177,7 +177,7 @@ def test_strategies_use_only_public_contracts() -> None:
 
 
 #: Most lines, and most lines of code, of the core distribution.
-MOST_LINES, MOST_CODE = 36_159, 23_951
+MOST_LINES, MOST_CODE = 36_076, 23_907
 
 
 def test_core_is_small() -> None:

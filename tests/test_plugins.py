@@ -142,15 +142,6 @@ def test_get_reports_error(install: Any, reference: Any, sentence: str) -> None:
         plugins.get("drafters", "broken")
 
 
-def test_recipes_are_files(install: Any, tmp_path: Path) -> None:
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text("# why?\n")
-    install(registers("recipes", ("mine", recipe), ("gone", tmp_path / "gone.yaml")))
-    assert plugins.get("recipes", "mine") == recipe
-    with pytest.raises(ContractError, match="existing file"):
-        plugins.get("recipes", "gone")
-
-
 def test_entry_points_that_fail_do_not_stop_others(monkeypatch: Any, tmp_path: Path) -> None:
     (tmp_path / "good_plugin.py").write_text(
         "from crossdraft import hookimpl\n"

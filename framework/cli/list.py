@@ -4,16 +4,19 @@ import argparse
 import json
 import shutil
 import sys
+from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
 from .. import plugins
-from ..errors import UsageError, quoted
+from ..errors import UnknownNameError, UsageError, quoted
+from ..recipe.builtin_recipes import builtin_recipes, summary_of
 from ..util.input_files import read_text
 from ..util.limits import RECIPE_BYTES
 
 #: Kinds of classes with a ``Config``.
 _WITH_OPTIONS = ("drafters", "verifiers", "launchers", "servers")
+_KINDS = (*plugins.KINDS, "recipes")
 #: Shown for an option without a default.
 _REQUIRED = "(required)"
 
@@ -23,13 +26,13 @@ def list_names(args: argparse.Namespace) -> int:
         if args.name:
             raise UsageError(f"list {args.kind} takes no name, got {quoted(args.name)}; remove it")
         return _OTHERS[args.kind](args)
-    if args.kind:
-        plugins.entries(args.kind)
+    if args.kind and args.kind not in _KINDS:
+        raise UnknownNameError.among("kind of plug-in", args.kind, _KINDS)
     if args.name:
         return _describe(args.kind, args.name, args.json)
     marks = _marks() if args.kind == "verifiers" else {}
-    kinds = [args.kind] if args.kind else plugins.KINDS
-    entries_by_kind = {kind: sorted(plugins.entries(kind).values(), key=lambda e: e.name) for kind in kinds}
+    kinds = [args.kind] if args.kind else _KINDS
+    entries_by_kind = {kind: sorted(_entries(kind).values(), key=lambda e: e.name) for kind in kinds}
     if args.json:
         _print_json(
             {
@@ -57,6 +60,14 @@ def list_names(args: argparse.Namespace) -> int:
     return 0
 
 
+def _entries(kind: str) -> dict[str, plugins.Entry]:
+    """Names of a kind: registered ones, or recipes."""
+    if kind != "recipes":
+        return plugins.entries(kind)
+    provider = f"crossdraft {version('crossdraft')}"
+    return {name: plugins.Entry(name, file, summary_of(file), provider) for name, file in builtin_recipes().items()}
+
+
 def _marks() -> dict[str, str]:
     """The mark of each verifier with its default options."""
     from ..errors import CrossdraftError
@@ -77,16 +88,16 @@ def _describe(kind: str, name: str, as_json: bool) -> int:
     """Print the options of one name of `_WITH_OPTIONS`, its traits, or the file of a recipe."""
     from ..runs.marks import mark_of_verifier
 
-    known = plugins.entries(kind)
+    known = _entries(kind)
     if name not in known:
-        raise plugins.unknown(kind, name)
+        raise UnknownNameError.among("recipe", name, known) if kind == "recipes" else plugins.unknown(kind, name)
     entry = known[name]
-    value: Any = plugins.get(kind, name) if kind in (*_WITH_OPTIONS, "recipes") else None
+    value: Any = plugins.get(kind, name) if kind in _WITH_OPTIONS else None
     facts: dict[str, Any] = {"name": name, "summary": entry.summary, "provider": entry.provider}
     lines, options = [f"{name}: {entry.summary} ({entry.provider})"], []
     if kind == "recipes":
-        facts |= {"path": str(value)}
-        lines += [f"file: {value}", "", read_text(value, RECIPE_BYTES, subject="the recipe").rstrip()]
+        facts |= {"path": str(entry.ref)}
+        lines += [f"file: {entry.ref}", "", read_text(entry.ref, RECIPE_BYTES, subject="the recipe").rstrip()]
     elif value is not None:
         with plugins.guarded(kind, name, "its Config"):
             options = [_option(key, field) for key, field in value.Config.model_fields.items()]
@@ -216,7 +227,7 @@ _OTHERS = {"plugins": list_plugins, "env": show_environment}
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = (
-        f"only this kind: {', '.join(plugins.KINDS)}; plugins: distributions, what they provide, and why some were "
+        f"only this kind: {', '.join(_KINDS)}; plugins: distributions, what they provide, and why some were "
         "skipped; env: versions, hardware and the defaults chosen for it"
     )
     parser.add_argument("kind", nargs="?", metavar="KIND", help=kinds)

@@ -69,11 +69,6 @@ def crossdraft_register_prompts(register: Register) -> None:
 
 
 @hookspec
-def crossdraft_register_recipes(register: Register) -> None:
-    """Register recipes: the `Path` of a YAML file."""
-
-
-@hookspec
 def crossdraft_register_engines(register: Register) -> None:
     """Register subclasses of `crossdraft_advisor.Engine`, each under its own ``name``, for ``crossdraft advise``."""
 

@@ -43,6 +43,7 @@ from ..util.input_files import (
     refuse_special_files,
 )
 from ..util.limits import LINE_BYTES, MOST_NAME, MOST_PROMPTS, PROMPT_FILE_BYTES, TABLE_BYTES
+from .builtin_recipes import FOLDER
 from .conversations import FORMS, turns_of
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def crossdraft_register_prompts(register: Register) -> None:
 
 def builtin(name: str = "builtin.jsonl") -> Path:
     """Return a file of built-in prompts, interleaved by category: the first N are a stratified sample."""
-    return Path(__file__).parents[2] / "recipes" / name
+    return FOLDER / name
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ from ..util.limits import (
     MOST_TOKENS,
     PREFILL_TOKENS,
 )
+from .builtin_recipes import builtin_recipes
 from .durations import Duration
 from .prompts import Prompt, load_prompts
 from .yaml_errors import Places, explain, override, read_yaml
@@ -344,16 +345,15 @@ def read_recipe(name: str | Path, overrides: Mapping[str, Any] | Iterable[str] =
 
 
 def _find(name: str) -> Path:
-    path, recipes = path_of(name), plugins.entries("recipes")
+    path, recipes = path_of(name), builtin_recipes()
     kind = kind_of(path)
     if kind in ("file", "other"):
         return path
     if name in recipes:
-        return plugins.get("recipes", name)
+        return recipes[name]
     if path.suffix in (".yaml", ".yml", ".json") or kind == "directory":
         problem = "is a directory" if kind else "does not exist"
-        names = ", ".join(sorted(recipes)) or "none"
-        raise UsageError(f"the recipe file {printable(name)} {problem}; recipes by name: {names}")
+        raise UsageError(f"the recipe file {printable(name)} {problem}; recipes by name: {', '.join(recipes)}")
     raise UnknownNameError.among("recipe", name, recipes, "Or give the path of a YAML file.")
 
 

@@ -12,8 +12,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .. import plugins
 from ..cost.load_run import FinishedRun, portable, titles_of
+from ..recipe.builtin_recipes import builtin_recipes
 from ..recipe.recipe import read_recipe
 from ..runs.labels import verifier_title
 from ..runs.threads import describe_threads
@@ -163,7 +163,7 @@ def _machine(environment: Mapping[str, Any]) -> list[str]:
 
 def _command(recipe: Recipe) -> str:
     """The command that reruns the recipe: an installed recipe with the settings that differ."""
-    installed = next((name for name in plugins.entries("recipes") if name.rpartition("/")[2] == recipe.name), None)
+    installed = next((name for name in builtin_recipes() if name.rpartition("/")[2] == recipe.name), None)
     if installed is None:
         return f"crossdraft run {recipe.name}.yaml"
     base = read_recipe(installed)

@@ -367,13 +367,7 @@ def test_verifier(subject: str, refused: Any, recipe: str, install: Any) -> None
     refused(["certify", "--verifier", "theirs"], "the verifier 'theirs' of test-verifiers-0", *words, code=1)
 
 
-def test_recipes_and_backends(refused: Any, recipe: str, install: Any, tmp_path: Path) -> None:
-    (tmp_path / "bad.yaml").write_bytes(b"\xff")
-    install("recipes", ("gone", tmp_path / "gone.yaml"), ("number", 3), ("bad", tmp_path / "bad.yaml"))
-    refused(["run", "gone"], "the recipe 'gone' of test-recipes-0", "an existing file", code=1)
-    refused(["run", "number"], "the recipe 'number'", "not 3", code=1)
-    refused(["list", "recipes", "number"], "the recipe 'number'", code=1)
-    refused(["list", "recipes", "bad"], "bad.yaml: it is not UTF-8 text")
+def test_unknown_names(refused: Any) -> None:
     refused(["list", "recipes", "nothing"], "there is no recipe named 'nothing'")
     refused(["list", "nothing"], "nothing")
     refused(["list", "drafters", "\x1b[31m"], "there is no drafter named '\\x1b[31m'")

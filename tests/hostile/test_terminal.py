@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.cli.standard_streams import cleaned
+from crossdraft.framework.recipe import builtin_recipes
 
 FOREIGN = "\x1b[31mred\x1b]0;title\x07 \x9b2J \rover\b\x7f \u202eback\u2066"
 CLEAN = r"\x1b[31mred\x1b]0;title\x07 \x9b2J \rover\x08\x7f \u202eback\u2066"
@@ -37,9 +38,9 @@ def test_progress_bars_move_the_cursor(capsys: Any) -> None:
     assert "\x1b[A" in text and f"\r{CLEAN}" in text and "\x1b[31m" not in text
 
 
-def test_file_printed_by_a_command(install: Any, tmp_path: Path, capsys: Any) -> None:
+def test_file_printed_by_a_command(monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
+    monkeypatch.setattr(builtin_recipes, "FOLDER", tmp_path)
     file = tmp_path / "odd.yaml"
     file.write_text(f"# {FOREIGN}\ntarget: x\n", encoding="utf-8", newline="")
-    install("recipes", ("odd", file))
     assert cli.main(["list", "recipes", "odd"]) == 0
     assert CLEAN in capsys.readouterr().out

@@ -18,6 +18,7 @@ from crossdraft.framework.bench.matrix import expand, load_recipe
 from crossdraft.framework.cli import main as cli
 from crossdraft.framework.contracts.hookspecs import hookimpl
 from crossdraft.framework.errors import UnknownNameError, UsageError
+from crossdraft.framework.recipe.builtin_recipes import builtin_recipes, summary_of
 
 FOLDER = Path(crossdraft.recipes.__file__).parent
 #: Cells, baselines included, and groups.
@@ -40,7 +41,7 @@ PAPER = {
     "smollm2-table5": (12, 2),
     "trees": (10, 2),  # 2 temperatures x (1 + 4 drafters)
 }
-SHIPPED = sorted(name for name, entry in plugins.entries("recipes").items() if entry.provider.startswith("crossdraft "))
+SHIPPED = sorted(builtin_recipes())
 
 
 @pytest.fixture(autouse=True)
@@ -67,12 +68,12 @@ def smollm2() -> Any:
         plugins.manager().unregister(item)
 
 
-def test_every_file_is_registered_under_its_path() -> None:
+def test_every_file_is_named_by_its_path() -> None:
     files = {path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("*.yaml")}
     assert files == set(SHIPPED) and PAPER.keys() <= files
     for name in SHIPPED:
-        assert plugins.get("recipes", name) == FOLDER / f"{name}.yaml"
-        assert plugins.entries("recipes")[name].summary, f"{name} has no first comment line"
+        assert builtin_recipes()[name] == FOLDER / f"{name}.yaml"
+        assert summary_of(builtin_recipes()[name]), f"{name} has no first comment line"
 
 
 def test_they_are_listed(capsys: Any) -> None:

@@ -18,6 +18,7 @@ from crossdraft.framework.bench.matrix import expand, load_recipe
 from crossdraft.framework.contracts.draft_kind import IID
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import UnknownNameError, UsageError
+from crossdraft.framework.recipe.builtin_recipes import builtin_recipes
 from crossdraft.framework.recipe.recipe import RUN_KEYS, CellConfig, PromptSpec, Recipe
 
 WRITE = Callable[[str], str]
@@ -315,16 +316,15 @@ def test_missing_keys_and_invalid_files(recipe_file: WRITE, tmp_path: Path) -> N
 
 
 def test_missing_recipe_is_reported(tmp_path: Path) -> None:
-    known = ", ".join(sorted(plugins.entries("recipes"))) or "none"
+    known = ", ".join(sorted(builtin_recipes()))
     assert error("missing.yaml") == f"the recipe file missing.yaml does not exist; recipes by name: {known}"
     assert error(f"{tmp_path}/") == f"the recipe file {tmp_path}/ is a directory; recipes by name: {known}"
     with pytest.raises(UnknownNameError, match="there is no recipe named 'nothing-like-it'"):
         load_recipe("nothing-like-it")
 
 
-def test_registered_recipes(base: str, install: Any) -> None:
-    install("recipes", ("mine", Path(base)))
-    assert expand(load_recipe("mine")).hash == expand(load_recipe(base)).hash
+def test_recipes_by_name() -> None:
+    assert expand(load_recipe("quickstart")).hash == expand(load_recipe(builtin_recipes()["quickstart"])).hash
 
 
 def test_models_that_cannot_be(base: str, tmp_path: Path) -> None:

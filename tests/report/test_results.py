@@ -14,6 +14,7 @@ from crossdraft.framework.cost.summary import Summary
 from crossdraft.framework.metrics.cell_metrics import StepRecord, measure
 from crossdraft.framework.metrics.intervals import Estimate
 from crossdraft.framework.metrics.pieces import Piece, wall_ratio
+from crossdraft.framework.recipe import builtin_recipes
 from crossdraft.framework.recipe.recipe import Recipe
 from crossdraft.framework.report.csv_rows import summary_csv
 from crossdraft.framework.report.tables import summary_markdown
@@ -180,11 +181,13 @@ def test_command_reproduces_run(make_run: MADE, capsys: Any, tmp_path: Path, ins
 
 
 @pytest.fixture
-def install_recipe(tmp_path: Path, install: Any) -> Any:
+def install_recipe(tmp_path: Path, monkeypatch: Any) -> Any:
+    monkeypatch.setattr(builtin_recipes, "FOLDER", tmp_path / "recipes")
+
     def add(name: str, data: dict[str, Any]) -> None:
-        path = tmp_path / f"{name.rpartition('/')[2]}.yaml"
+        path = tmp_path / "recipes" / f"{name}.yaml"
+        path.parent.mkdir(parents=True)
         path.write_text(json.dumps(data), encoding="utf-8")
-        install("recipes", (name, path))
 
     return add
 
