@@ -62,7 +62,7 @@ def load_recipe(name: str | Path, overrides: Mapping[str, Any] | Iterable[str] =
     """Load and check a recipe.
 
     Args:
-        name: path of a YAML file, or name of a registered recipe.
+        name: path of a YAML file, or name of a built-in recipe.
         overrides: values by dotted keys, ``{"matrix.batch_size": [1, 4]}``, or as on the command line,
             ``["matrix.batch_size=[1,4]", "limit=8", "drafters.0.gamma=6"]``.
 

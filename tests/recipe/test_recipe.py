@@ -19,7 +19,7 @@ from crossdraft.framework.contracts.draft_kind import IID
 from crossdraft.framework.contracts.sampling import Sampling
 from crossdraft.framework.errors import UnknownNameError, UsageError
 from crossdraft.framework.recipe.builtin_recipes import builtin_recipes
-from crossdraft.framework.recipe.recipe import RUN_KEYS, CellConfig, PromptSpec, Recipe
+from crossdraft.framework.recipe.recipe import RUN_KEYS, CellConfig, PromptSpec, Recipe, read_recipe
 
 WRITE = Callable[[str], str]
 
@@ -324,7 +324,7 @@ def test_missing_recipe_is_reported(tmp_path: Path) -> None:
 
 
 def test_recipes_by_name() -> None:
-    assert expand(load_recipe("quickstart")).hash == expand(load_recipe(builtin_recipes()["quickstart"])).hash
+    assert read_recipe("quickstart").model_dump() == read_recipe(builtin_recipes()["quickstart"]).model_dump()
 
 
 def test_models_that_cannot_be(base: str, tmp_path: Path) -> None:
