@@ -1,6 +1,6 @@
 """Tests in a real vLLM, with the model smollm2-135m-instruct in the cache.
 
-    VLLM/bin/python -m pytest -c /dev/null plugins/crossdraft-vllm/tests/test_engine.py
+    VLLM/bin/python -m pytest --noconftest -c /dev/null plugins/crossdraft-vllm/tests/test_engine.py
 
 They run in vLLM's environment, with crossdraft, crossdraft-smollm2, crossdraft-vllm and pytest installed beside it.
 """
