@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
 
-from crossdraft import Sampling, UsageError, load_tokenizer, quoted
+from crossdraft import ContractError, Sampling, UsageError, load_tokenizer, quoted
 from crossdraft.commands import MOST_TOKENS, MOST_WIDTH
+from crossdraft.framework import plugins
 from crossdraft.models import TokenizerOf
 
 from ..report import sampling_text
@@ -68,6 +71,17 @@ class ParseContext:
     model: str = ""  # the first model that a response names; empty if none does
     _tokenizer: TokenizerOf | None = None
     _named: dict[str, int] | None = None
+
+    @cached_property
+    def formats(self) -> list[str]:
+        """Names of the formats of responses, and of those that cannot be loaded, which every row reports."""
+        names = []
+        for name in plugins.entries("formats"):
+            with suppress(ContractError):
+                if not hasattr(plugins.get("formats", name), "rows"):
+                    continue
+            names.append(name)
+        return names
 
     def tokenizer(self, place: str) -> TokenizerOf:
         """Tokenizer of the target, loaded on first use. Raises UsageError without a target."""

@@ -46,11 +46,10 @@ class ResponseFormat(ABC):
 def plain_rows(row: Any, context: ParseContext, place: str) -> Iterator[Any]:
     """Yield the rows of the plain format, or of OpenAI's, for a JSON object in any format."""
     if isinstance(row, dict):
-        for name in plugins.entries("formats"):
+        for name in context.formats:
             try:
                 with plugins.guarded("formats", name, "rows()"):
-                    cls = plugins.get("formats", name)
-                    rows = cls().rows(row, context, place) if hasattr(cls, "rows") else None
+                    rows = plugins.get("formats", name)().rows(row, context, place)
                     rows = None if rows is None else list(rows)
             except ContractError as error:  # of a plug-in; the other formats are tried
                 context.skip("that a format of a plug-in cannot convert", f"{place}: {error}")
