@@ -345,11 +345,11 @@ def read_recipe(name: str | Path, overrides: Mapping[str, Any] | Iterable[str] =
 
 
 def _find(name: str) -> Path:
-    path, recipes = path_of(name), builtin_recipes()
+    path = path_of(name)
     kind = kind_of(path)
     if kind in ("file", "other"):
         return path
-    if name in recipes:
+    if name in (recipes := builtin_recipes()):
         return recipes[name]
     if path.suffix in (".yaml", ".yml", ".json") or kind == "directory":
         problem = "is a directory" if kind else "does not exist"

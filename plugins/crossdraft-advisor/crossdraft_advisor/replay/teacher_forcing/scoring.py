@@ -476,8 +476,9 @@ class _Scorer:
             _checked_traits(request.drafter[0], config, self.sampling)
             for request, config in zip(requests, configs, strict=True)
         ]
+        context_length = context_length_of(metadata)
         for text in texts:
-            check_text(text.place, text.prompt, text.tokens, metadata.vocab_size, context_length_of(metadata))
+            check_text(text.place, text.prompt, text.tokens, metadata.vocab_size, context_length)
         online = _learns(requests[0])
         rows = 1 if online else min(rows, max(len(texts), 1), max(1, BYTES // (12 * depth * metadata.vocab_size)))
         self.chunk = max(1, min(MAX_CHUNK, BYTES // (24 * rows * metadata.vocab_size)))
