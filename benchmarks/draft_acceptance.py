@@ -11,13 +11,13 @@ over prompts. ``--seconds``: stop before the next group of prompts.
 
 from __future__ import annotations
 
-import argparse
 import time
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
+from pair_options import pair_options
 from tabulate import tabulate
 
 from crossdraft import CounterRng, StepEvent, generate, load_model, load_prompts
@@ -49,13 +49,7 @@ def difference(sums: np.ndarray) -> np.ndarray:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="smollm2-135m-instruct")
-    parser.add_argument("--model", default="smollm2-draft-model")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--prompts", default="builtin")
+    parser = pair_options(__doc__, dtype="float32")
     parser.add_argument("--limit", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--batch-size", type=int, default=4)

@@ -10,7 +10,6 @@ Every number is the median over steps with all slots occupied, so shares need no
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from itertools import cycle, islice, product
 from typing import Any, cast
 
 import torch
+from pair_options import pair_options
 from tabulate import tabulate
 
 from crossdraft import Sampling, load_model, load_prompts
@@ -142,13 +142,7 @@ def measure(decoder: Decoder, prompts: list[list[int]], step_count: int) -> dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="smollm2-135m-instruct")
-    parser.add_argument("--model", default="smollm2-draft-model")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--prompts", default="builtin")
+    parser = pair_options(__doc__)
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--steps", type=int, default=40, help="number of measured steps per cell")

@@ -10,9 +10,8 @@ tokens per step of Sequoia's trees.
 
 from __future__ import annotations
 
-import argparse
-
 import numpy as np
+from pair_options import pair_options
 from scipy.optimize import isotonic_regression
 from tabulate import tabulate
 
@@ -22,13 +21,7 @@ from crossdraft.runs import estimate
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="smollm2-135m-instruct")
-    parser.add_argument("--model", default="smollm2-draft-model")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--prompts", default="builtin")
+    parser = pair_options(__doc__)
     parser.add_argument("--limit", type=int, default=12)
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--batch-size", type=int, default=4)
